@@ -1,0 +1,1 @@
+"""attnlens: the part of attention that can influence the output."""
