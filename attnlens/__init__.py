@@ -1,1 +1,43 @@
-"""attnlens: the part of attention that can influence the output."""
+"""attnlens: the part of attention that can influence the output.
+
+from attnlens import Lens
+
+with Lens(model) as lens:
+    model(**batch)
+print(lens.summary())
+"""
+
+from attnlens.capture import Capture
+from attnlens.errors import (
+    AttnLensError,
+    AttnLensWarning,
+    CaptureError,
+    InputError,
+    MemoryBoundError,
+    NonFiniteError,
+    UnsupportedAttentionError,
+)
+from attnlens.lens import Lens, record
+from attnlens.observers import EffectiveAttention, HeadStatistics, Observer, Recording
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # looking
+    "Lens",
+    "record",
+    "Capture",
+    # observers
+    "Observer",
+    "HeadStatistics",
+    "EffectiveAttention",
+    "Recording",
+    # errors
+    "AttnLensError",
+    "AttnLensWarning",
+    "CaptureError",
+    "InputError",
+    "MemoryBoundError",
+    "NonFiniteError",
+    "UnsupportedAttentionError",
+]

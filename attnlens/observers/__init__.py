@@ -1,1 +1,15 @@
-"""observers."""
+"""Streaming quantities over attention calls, one per file."""
+
+from attnlens.observers.base import Observer
+from attnlens.observers.effective_attention import AttentionMap, EffectiveAttention
+from attnlens.observers.head_statistics import HeadStatistics, HeadStatisticsResult
+from attnlens.observers.recording import Recording
+
+__all__ = [
+    "AttentionMap",
+    "EffectiveAttention",
+    "HeadStatistics",
+    "HeadStatisticsResult",
+    "Observer",
+    "Recording",
+]

@@ -1,1 +1,1 @@
-"""report."""
+"""Results made readable: text tables here, pages and figures beside."""

@@ -1,0 +1,385 @@
+"""Null-space effective attention: the part of attention that reaches the output.
+
+Brunner et al., "On Identifiability in Transformers", ICLR 2020 (arXiv 1908.04211), section 3.
+With `T = V H`, the rows of A may move in the left null space of T without changing `A T`;
+effective attention `A⊥ = A − Proj_{LN(T)} A` is A with that freedom removed. Masks are part of
+the definition: a row is projected inside the keys it may attend to.
+
+No `n × n` singular matrix is built. `G = Σ v vᵀ` is accumulated in float64 and factored to W with
+`W Wᵀ = G⁺`; `U = V W` has orthonormal columns and `A⊥ = (A U) Uᵀ`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attnlens.errors import InputError, NonFiniteError
+from attnlens.functional.factor import (
+    Whitening,
+    default_rtol,
+    factor_values,
+    provably_regular,
+    reorthogonalise,
+    whiten_spectral,
+)
+from attnlens.functional.rowwise import RowwiseBasis
+from attnlens.functional.support import Support, support_of
+
+Method = Literal["auto", "cholesky", "eigh", "svd"]
+METHODS = ("auto", "cholesky", "eigh", "svd")
+
+
+@dataclass(frozen=True)
+class ValueBasis:
+    """An orthonormal basis of the column space of T for every example and head.
+
+    Attributes:
+        basis: `[B, H, K, R]` in the working precision; zero at masked keys and beyond the rank.
+        whitening: `[B, H, E, R]` float64 W with `basis = values W`; E is D, or D + 1 when simplex.
+        gram: `[B, H, E, E]` float64 Gram matrix of the values.
+        rank: `[B, H]` int64, the numerical rank of the values.
+        tokens: `[B, H]` int64, the number n of real keys.
+        rtol: the relative threshold that decided the rank.
+        simplex: whether the constant column was included, so that projection keeps row sums.
+    """
+
+    basis: Tensor
+    whitening: Tensor
+    gram: Tensor
+    rank: Tensor
+    tokens: Tensor
+    rtol: float
+    simplex: bool
+
+    @property
+    def nullity(self) -> Tensor:
+        """Dimension `n − rank` of the left null space, `[B, H]` int64."""
+        return self.tokens - self.rank
+
+    @property
+    def singular_values(self) -> Tensor:
+        """Singular values of the values, descending, `[B, H, E]` float64, zero beyond the rank."""
+        sigma = torch.linalg.eigvalsh(self.gram).clamp(min=0).sqrt().flip(-1)
+        kept = torch.arange(sigma.shape[-1], device=sigma.device) < self.rank[..., None]
+        return sigma * kept
+
+    @property
+    def condition(self) -> Tensor:
+        """Ratio of the largest to the smallest kept singular value, `[B, H]` float64, ≥ 1.
+
+        NaN where the rank is zero.
+        """
+        sigma = self.singular_values
+        last = (self.rank - 1).clamp(min=0)[..., None]
+        return sigma[..., 0] / sigma.gather(-1, last)[..., 0]
+
+    def coordinates(self, attention: Tensor) -> Tensor:
+        """Express attention rows in the basis.
+
+        Args:
+            attention: `[B, H, Q, K]`.
+
+        Returns:
+            `C = A U`, `[B, H, Q, R]`; `‖C‖_F = ‖A⊥‖_F`.
+        """
+        return attention.to(self.basis.dtype) @ self.basis
+
+    def project(self, attention: Tensor) -> Tensor:
+        """Remove what the output cannot see from attention rows.
+
+        Args:
+            attention: `[B, H, Q, K]`.
+
+        Returns:
+            `A⊥ = C Uᵀ`, `[B, H, Q, K]`, zero at masked keys.
+        """
+        return self.coordinates(attention) @ self.basis.mT
+
+
+def value_basis(
+    value: Tensor,
+    mask: Tensor | None = None,
+    projection: Tensor | None = None,
+    simplex: bool = False,
+    rtol: float | None = None,
+    *,
+    method: Method = "auto",
+    causal: bool = False,
+) -> ValueBasis | RowwiseBasis:
+    """Find an orthonormal basis of the column space of T, per example and head.
+
+    Args:
+        value: `[B, H, K, D]` value vectors as the model multiplies them by A.
+        mask: bool, `[B, K]` or broadcastable to `[B, H, Q, K]`, True where a query may attend.
+        projection: `[H, D, M]` per-head slice of the output projection. It enters only where its
+            rank is below D; otherwise `LN(V H) = LN(V)`.
+        simplex: use `[T, 1]` instead of T, so that projected rows still sum to one.
+        rtol: a singular value counts when it exceeds `rtol` times the largest; by default
+            `max(n, D) · eps(float32)`.
+        method: `"auto"` (Cholesky, eigendecomposition where needed), `"cholesky"` (an error
+            where a head is rank-deficient), `"eigh"`, or `"svd"` (a thin singular value
+            decomposition of the values themselves, as in the paper).
+        causal: row `i` sees no key after `i`, in addition to the mask.
+
+    Returns:
+        A :class:`ValueBasis` where every row of an example has the same support, else a
+        :class:`~attnlens.functional.rowwise.RowwiseBasis`.
+
+    Raises:
+        InputError: on a wrong shape, dtype or method.
+        NonFiniteError: if a real value row holds NaN or Inf, naming example and head.
+
+    References:
+        Brunner et al., ICLR 2020, section 3.
+    """
+    batch, _, keys, _ = _checked_value(value, projection, method)
+    queries = keys if causal or mask is None or mask.dim() < 3 else max(mask.shape[-2], 1)
+    support = support_of(mask, batch, queries, keys, causal=causal, device=value.device)
+    require_finite(value, "value", support.keys[..., None])
+    factor = None if projection is None else deficiency_factor(projection)
+    values = prepare_values(value, support.keys, factor, simplex)
+    rtol = default_rtol(keys, value.shape[-1]) if rtol is None else rtol
+    if support.shared:
+        return shared_basis(values, support, rtol, method=method, simplex=simplex, like=value)
+    if method not in ("auto", "eigh"):
+        raise InputError(
+            f'A mask that differs by row is served by method="auto". Got method="{method}".'
+        )
+    return RowwiseBasis(values, support, rtol, simplex, working_dtype(value))
+
+
+def effective_attention(
+    attention: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    projection: Tensor | None = None,
+    simplex: bool = False,
+    rtol: float | None = None,
+    *,
+    method: Method = "auto",
+    causal: bool = False,
+) -> Tensor:
+    """Project attention onto what the output can see: `A⊥ = A − Proj_{LN(T)} A`.
+
+    Args:
+        attention: `[B, H, Q, K]` attention probabilities before dropout.
+        value: `[B, H, K, D]` value vectors as the model multiplies them by A.
+        mask: bool, `[B, K]` or broadcastable to `[B, H, Q, K]`, True where a query may attend.
+        projection: `[H, D, M]` per-head slice of the output projection, see :func:`value_basis`.
+        simplex: keep the row sums (`LN([T, 1])` instead of `LN(T)`).
+        rtol: relative threshold for the numerical rank, see :func:`value_basis`.
+        method: see :func:`value_basis`.
+        causal: row `i` sees no key after `i`, in addition to the mask.
+
+    Returns:
+        `[B, H, Q, K]` with `A⊥ T = A T`, zero outside the mask; float64 if an input is float64,
+        else float32.
+
+    Raises:
+        InputError: on a wrong shape, dtype or method.
+        NonFiniteError: if a real entry holds NaN or Inf, naming example and head.
+
+    References:
+        Brunner et al., ICLR 2020, section 3.
+    """
+    batch, heads, keys, _ = _checked_value(value, projection, method)
+    shape = attention.shape
+    if attention.dim() != 4 or (shape[0], shape[1], shape[3]) != (batch, heads, keys):
+        raise InputError(
+            f"attention must be [B, H, Q, K] = [{batch}, {heads}, Q, {keys}] to go with value "
+            f"{list(value.shape)}. Got {list(attention.shape)}."
+        )
+    if mask is not None and mask.dim() > 2 and mask.shape[-2] not in (1, attention.shape[-2]):
+        raise InputError(
+            f"The mask has {mask.shape[-2]} query rows but attention has {attention.shape[-2]}. "
+            f"Got mask {list(mask.shape)}."
+        )
+    require_finite(attention, "attention", None)
+    working = torch.promote_types(working_dtype(attention), working_dtype(value))
+    basis = value_basis(
+        value.to(working), mask, projection, simplex, rtol, method=method, causal=causal
+    )
+    return basis.project(attention.to(working))
+
+
+def shared_basis(
+    values: Tensor,
+    support: Support,
+    rtol: float,
+    *,
+    like: Tensor,
+    method: Method = "auto",
+    simplex: bool = False,
+) -> ValueBasis:
+    """Factor prepared values whose support is the same in every row of an example.
+
+    Args:
+        values: `[B, H, K, E]` float64 from :func:`prepare_values`.
+        support: a shared support.
+        rtol: relative threshold for the numerical rank.
+        like: tensor whose precision the basis should have.
+        method: see :func:`value_basis`.
+        simplex: whether `values` has the constant column.
+
+    Returns:
+        The basis, with R = min(K, E).
+
+    Raises:
+        InputError: if `method="cholesky"` meets a rank-deficient head.
+    """
+    batch, heads, tokens, width = values.shape
+    keys = support.keys.expand(batch, heads, tokens)
+    gram = values.mT @ values
+    flat = values.reshape(-1, tokens, width)
+    if method == "svd":
+        basis, whitening = _singular_basis(flat, rtol)
+    elif method == "eigh":
+        whitening = whiten_spectral(gram.reshape(-1, width, width), rtol)
+        basis = flat @ whitening.factor
+    else:
+        whitening = factor_values(values, gram, keys, rtol)
+        if method == "cholesky":
+            _require_full_rank(whitening, keys.sum(-1).clamp(max=width))
+        basis = flat @ whitening.factor
+    basis, whitening = _polish(basis, whitening, like.dtype == torch.float64)
+    columns = min(tokens, width)
+    return ValueBasis(
+        basis[..., :columns].reshape(batch, heads, tokens, columns).to(working_dtype(like)),
+        whitening.factor[..., :columns].reshape(batch, heads, width, columns),
+        gram,
+        whitening.rank.reshape(batch, heads),
+        keys.sum(-1),
+        rtol,
+        simplex,
+    )
+
+
+def prepare_values(
+    value: Tensor, keys: Tensor, factor: Tensor | None = None, simplex: bool = False
+) -> Tensor:
+    """Select the real value rows, in float64, as the null space sees them.
+
+    Args:
+        value: `[B, H, K, D]`.
+        keys: `[B, G, K]` bool, the real keys; rows elsewhere may hold anything and become zero.
+        factor: `[H, D, D]` from :func:`deficiency_factor`, or None.
+        simplex: append a constant column, scaled to the mean norm of the other columns (the
+            span does not depend on the scale, the conditioning does).
+
+    Returns:
+        `[B, H, K, E]` float64, E = D or D + 1.
+    """
+    values = torch.where(keys[..., None], value, value.new_zeros(())).double()
+    if factor is not None:
+        values = values @ factor.to(values)
+    if not simplex:
+        return values
+    count = keys.sum(-1).clamp(min=1)[..., None, None] * value.shape[-1]
+    scale = (values.square().sum((-2, -1), keepdim=True) / count).sqrt()
+    scale = torch.where(scale > 0, scale, 1.0)
+    return torch.cat([values, keys[..., None].to(values) * scale], -1)
+
+
+def deficiency_factor(projection: Tensor, rtol: float | None = None) -> Tensor | None:
+    """Reduce a rank-deficient output projection to a `D × D` factor.
+
+    Args:
+        projection: `[H, D, M]`.
+        rtol: relative threshold for the rank of H; by default `max(D, M) · eps(float32)`.
+
+    Returns:
+        None where every head has rank D, since then `LN(V H) = LN(V)`; else C `[H, D, D]`
+        float64 with `H Hᵀ = C Cᵀ`, so that `LN(V H) = LN(V C)`.
+    """
+    width, hidden = projection.shape[-2:]
+    rtol = default_rtol(hidden, width) if rtol is None else rtol
+    weight = projection.detach().double()
+    gram = weight @ weight.mT
+    if bool(provably_regular(gram, rtol).all()):
+        return None
+    eigenvalues, vectors = torch.linalg.eigh(gram)
+    sigma = eigenvalues.clamp(min=0).sqrt()
+    kept = sigma > rtol * sigma[..., -1:]
+    return None if bool(kept.all()) else vectors * (sigma * kept)[..., None, :]
+
+
+def working_dtype(tensor: Tensor) -> torch.dtype:
+    """Precision of results: float64 for float64 input, float32 for everything narrower."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def require_finite(tensor: Tensor, name: str, keys: Tensor | None) -> None:
+    """Raise where a tensor of examples and heads is not finite.
+
+    Args:
+        tensor: `[B, H, ...]`.
+        name: what to call it.
+        keys: bool, broadcastable to `tensor`; entries that are False are not looked at.
+
+    Raises:
+        NonFiniteError: naming the first example and head at fault.
+    """
+    bad = ~torch.isfinite(tensor)
+    if keys is not None:
+        bad = bad & keys
+    if bool(bad.any()):
+        example, head = bad.flatten(2).any(-1).nonzero()[0].tolist()
+        raise NonFiniteError(
+            f"{name} {list(tensor.shape)} holds NaN or Inf at batch index {example}, head {head}. "
+            f"Mask that position, or look at the model's inputs and weights."
+        )
+
+
+def _checked_value(
+    value: Tensor, projection: Tensor | None, method: str
+) -> tuple[int, int, int, int]:
+    if value.dim() != 4 or not value.is_floating_point():
+        raise InputError(
+            f"value must be a floating-point tensor [B, H, K, D]. "
+            f"Got {list(value.shape)}, {value.dtype}."
+        )
+    batch, heads, keys, width = value.shape
+    if projection is not None and (projection.dim() != 3 or projection.shape[:2] != (heads, width)):
+        raise InputError(
+            f"projection must be [H, D, M] = [{heads}, {width}, M] to go with value "
+            f"{list(value.shape)}. Got {list(projection.shape)}."
+        )
+    if method not in METHODS:
+        raise InputError(f"method must be one of {', '.join(METHODS)}. Got {method!r}.")
+    return batch, heads, keys, width
+
+
+def _singular_basis(values: Tensor, rtol: float) -> tuple[Tensor, Whitening]:
+    """Thin SVD of `[N, K, E]`, padded to E columns."""
+    left, sigma, right = torch.linalg.svd(values, full_matrices=False)
+    kept = (sigma > rtol * sigma[:, :1]) & (sigma > 0)
+    inverse = torch.where(kept, 1 / sigma.where(kept, sigma.new_ones(())), 0.0)
+    missing = values.shape[-1] - sigma.shape[-1]
+    basis = torch.nn.functional.pad(left * kept[:, None], (0, missing))
+    factor = torch.nn.functional.pad(right.mT * inverse[:, None], (0, missing))
+    return basis, Whitening(factor, kept.sum(-1), torch.ones_like(kept[:, 0]))
+
+
+def _polish(basis: Tensor, whitening: Whitening, everywhere: bool) -> tuple[Tensor, Whitening]:
+    """Orthogonalise once more the problems that need it, or all of them."""
+    chosen = (~whitening.orthonormal | everywhere) & (whitening.rank > 0)
+    if not bool(chosen.any()):
+        return basis, whitening
+    basis, factor = basis.clone(), whitening.factor.clone()
+    basis[chosen], factor[chosen] = reorthogonalise(basis[chosen], factor[chosen])
+    return basis, whitening._replace(factor=factor)
+
+
+def _require_full_rank(whitening: Whitening, full: Tensor) -> None:
+    deficient = (whitening.rank.reshape(full.shape) < full).nonzero()
+    if deficient.numel():
+        example, head = deficient[0].tolist()
+        raise InputError(
+            f'method="cholesky" needs full rank, but the values of batch index {example}, '
+            f"head {head} have rank {int(whitening.rank.reshape(full.shape)[example, head])}. "
+            f'Use method="auto".'
+        )

@@ -1,0 +1,233 @@
+"""Closed forms: what can be said of A and A⊥ without building either.
+
+`P` is an orthogonal projector, so `⟨A, A⊥⟩ = ‖A⊥‖²`, and everything about A⊥ that is quadratic
+follows from `E × E` matrices: with `G = VᵀV`, `S = OᵀO` and `O = A V`,
+`‖A⊥‖² = tr(G⁺ S)` and the sum of all entries of A⊥ is `(1ᵀO) G⁺ (Vᵀ1)`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from opt_einsum import contract
+from torch import Tensor
+
+from attnlens.functional.factor import factor_values
+from attnlens.functional.rowwise import RowwiseBasis
+from attnlens.functional.support import Support
+
+# Squared sine of the angle under which the constant vector counts as inside the value space.
+_INSIDE = 1e-8
+
+
+class NullSpaceSums(NamedTuple):
+    """Null-space quantities per example and head, all `[B, H]` float64.
+
+    Attributes:
+        rank: numerical rank of T; the mean over real rows where the mask differs by row.
+        nullity: `n − rank`, likewise.
+        nullity_min: smallest nullity of a real row.
+        nullity_max: largest nullity of a real row.
+        simplex_nullity: `n − rank([T, 1])`, likewise the mean.
+        condition: largest over smallest kept singular value of T over all real keys.
+        effective_square: `‖A⊥‖²_F` over real rows.
+        effective_total: sum of the entries of A⊥ over real rows.
+        output_square: `‖A T‖²_F` over real rows.
+        finite: 1 where every input was finite, else 0; the other fields then are meaningless.
+    """
+
+    rank: Tensor
+    nullity: Tensor
+    nullity_min: Tensor
+    nullity_max: Tensor
+    simplex_nullity: Tensor
+    condition: Tensor
+    effective_square: Tensor
+    effective_total: Tensor
+    output_square: Tensor
+    finite: Tensor
+
+
+class RowSums(NamedTuple):
+    """Sums over attention rows, each `[B, H, Q]` float64.
+
+    Attributes:
+        total: row sums of A.
+        square: `Σ_j p_ij²`.
+        entropy: `−Σ_j p_ij log p_ij` in nats.
+    """
+
+    total: Tensor
+    square: Tensor
+    entropy: Tensor
+
+
+def row_sums(attention: Tensor) -> RowSums:
+    """Sum attention rows that are at hand.
+
+    Args:
+        attention: `[B, H, Q, K]` probabilities, 0 where masked.
+
+    Returns:
+        The sums, in float64.
+    """
+    entropy = torch.special.entr(attention).sum(-1, dtype=torch.float64)
+    square = attention.square().sum(-1, dtype=torch.float64)
+    return RowSums(attention.sum(-1, dtype=torch.float64), square, entropy)
+
+
+def null_space_sums(
+    values: Tensor,
+    context: Tensor,
+    support: Support,
+    rtol: float,
+    output_gram: Tensor | None = None,
+) -> NullSpaceSums:
+    """Compute the null-space quantities from values and outputs alone.
+
+    Args:
+        values: `[B, Hv, K, E]` float64, zero at masked keys; Hv divides H (grouped heads).
+        context: `[B, H, Q, E]` float64 outputs `O = A V`.
+        support: the keys of every row.
+        rtol: relative threshold for the numerical rank.
+        output_gram: `[H, E, E]` float64 matrix X with `‖A T‖² = tr(O X Oᵀ)`, that is `H Hᵀ`; the
+            identity when None.
+
+    Returns:
+        The quantities, over real rows and keys only.
+    """
+    active = support.active(context.shape[-2])
+    context = torch.where(active[..., None], context, 0.0)
+    gram = values.mT @ values
+    moment = context.mT @ context
+    groups = context.shape[1] // values.shape[1]
+    finite = torch.isfinite(moment).all(-1).all(-1)
+    finite &= torch.isfinite(gram).all(-1).all(-1).repeat_interleave(groups, 1)
+    if not bool(finite.all()):  # an eigensolver may hang or raise on NaN
+        context = torch.where(finite[..., None, None], context, 0.0)
+        kept = finite.unflatten(1, (-1, groups)).all(-1)[..., None, None]
+        values, gram = torch.where(kept, values, 0.0), torch.where(kept, gram, 0.0)
+    output = (
+        moment.diagonal(dim1=-2, dim2=-1).sum(-1)
+        if output_gram is None
+        else torch.einsum("bhde,hde->bh", moment, output_gram.to(moment))
+    )
+    inverse, rank = _pseudo_inverse(values, gram, support, rtol)
+    condition = _condition(gram, rank).repeat_interleave(groups, 1)
+    if support.shared:
+        parts = _shared_parts(values, context, moment, inverse, rank, support, groups)
+    else:
+        parts = _rowwise_parts(values, context, active, support, rtol, groups)
+    return NullSpaceSums(**parts, condition=condition, output_square=output, finite=finite.double())
+
+
+def pearson(
+    count: Tensor, total: Tensor, square: Tensor, effective_total: Tensor, effective_square: Tensor
+) -> Tensor:
+    """Correlate all entries of A and A⊥ from their sums (Brunner et al., Fig. 1a).
+
+    Args:
+        count: number of entries N.
+        total: sum of A.
+        square: sum of squares of A.
+        effective_total: sum of A⊥.
+        effective_square: sum of squares of A⊥, which is also `⟨A, A⊥⟩`.
+
+    Returns:
+        Pearson's r in `[−1, 1]`, NaN where either is constant.
+    """
+    count = count.clamp(min=1)
+    covariance = effective_square - total * effective_total / count
+    variance = (square - total.square() / count).clamp(min=0)
+    effective_variance = (effective_square - effective_total.square() / count).clamp(min=0)
+    return (covariance / (variance * effective_variance).sqrt()).clamp(-1, 1)
+
+
+def _pseudo_inverse(
+    values: Tensor, gram: Tensor, support: Support, rtol: float
+) -> tuple[Tensor, Tensor]:
+    """`G⁺` and the rank over all real keys, `[B, Hv, E, E]` and `[B, Hv]`."""
+    batch, heads, tokens, width = values.shape
+    keys = support.keys
+    if keys.shape[1] not in (1, heads):
+        keys = keys.unflatten(1, (heads, -1))[:, :, 0]
+    whitening = factor_values(values, gram, keys.expand(batch, heads, tokens), rtol)
+    factor = whitening.factor.reshape(batch, heads, width, width)
+    return factor @ factor.mT, whitening.rank.reshape(batch, heads)
+
+
+def _condition(gram: Tensor, rank: Tensor) -> Tensor:
+    sigma = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt().flip(-1)
+    last = (rank - 1).clamp(min=0)[..., None]
+    return sigma[..., 0] / sigma.gather(-1, last)[..., 0]
+
+
+def _shared_parts(
+    values: Tensor,
+    context: Tensor,
+    moment: Tensor,
+    inverse: Tensor,
+    rank: Tensor,
+    support: Support,
+    groups: int,
+) -> dict[str, Tensor]:
+    """Null-space fields where all rows of an example share their keys."""
+    column = values.sum(-2)  # Vᵀ1: [B, Hv, E]
+    tokens = support.tokens.double().expand(context.shape[:2])
+    inside = contract("bhd,bhde,bhe->bh", column, inverse, column)
+    repeat = (lambda t: t.repeat_interleave(groups, 1)) if groups > 1 else (lambda t: t)
+    inverse, column, inside, rank = map(repeat, (inverse, column, inside, rank.double()))
+    outside = (rank < tokens) & (tokens - inside > _INSIDE * tokens)
+    square = torch.einsum("bhde,bhde->bh", inverse, moment)
+    total = contract("bhd,bhde,bhe->bh", context.sum(-2), inverse, column)
+    nullity = tokens - rank
+    return {
+        "rank": rank,
+        "nullity": nullity,
+        "nullity_min": nullity,
+        "nullity_max": nullity,
+        "simplex_nullity": nullity - outside.double(),
+        "effective_square": square,
+        "effective_total": total,
+    }
+
+
+def _rowwise_parts(
+    values: Tensor, context: Tensor, active: Tensor, support: Support, rtol: float, groups: int
+) -> dict[str, Tensor]:
+    """Null-space fields where the keys differ by row: means over real rows."""
+    batch, heads, queries, _ = context.shape
+    values = values.repeat_interleave(groups, 1)
+    basis = RowwiseBasis(values, support, rtol, False, torch.float64)
+    rank = context.new_zeros(batch, heads, queries)
+    outside, square, total = (torch.zeros_like(rank) for _ in range(3))
+    for chunk in basis.groups():
+        output = chunk.take(context)
+        keys = chunk.keys.to(values.dtype)
+        column = torch.einsum("gk,hke->hge", keys, chunk.values)
+        ones = torch.einsum("hge,hgef->hgf", column, chunk.whitening.factor)
+        coordinates = chunk.coordinates(output)
+        size = keys.sum(-1)
+        found = chunk.whitening.rank
+        escapes = (found < size) & (size - ones.square().sum(-1) > _INSIDE * size)
+        chunk.scatter(rank, chunk.per_row(found))
+        chunk.scatter(outside, chunk.per_row(escapes))
+        chunk.scatter(square, coordinates.square().sum(-1))
+        chunk.scatter(total, (coordinates * chunk.per_row(ones)).sum(-1))
+    real = active.to(rank.dtype).expand_as(rank)
+    count = real.sum(-1).clamp(min=1)
+    nullity = (basis.tokens - rank) * real
+
+    def mean(quantity: Tensor) -> Tensor:
+        return (quantity * real).sum(-1) / count
+
+    return {
+        "rank": mean(rank),
+        "nullity": mean(nullity),
+        "nullity_min": nullity.masked_fill(real == 0, torch.inf).amin(-1),
+        "nullity_max": nullity.amax(-1),
+        "simplex_nullity": mean(nullity - outside),
+        "effective_square": (square * real).sum(-1),
+        "effective_total": (total * real).sum(-1),
+    }

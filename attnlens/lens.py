@@ -1,0 +1,171 @@
+"""`Lens`: look at a model's attention from inside its own forward pass.
+
+with Lens(model) as lens:
+    model(**batch)
+print(lens.summary())
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnlens.capture import Capture, Kind
+from attnlens.errors import AttnLensError, AttnLensWarning, InputError, UnsupportedAttentionError
+from attnlens.model.sites import interface_sites, select_sites
+from attnlens.model.tap import Tap
+from attnlens.observers import HeadStatistics, Observer, Recording
+from attnlens.report.text import table
+
+
+class Lens:
+    """Attach observers to a model for the duration of a `with` block.
+
+    The model's outputs are bit-identical with and without a lens. Its configuration, masks,
+    attention implementation and random state are not touched, and on exit, however it happens,
+    no hook and no patch is left.
+
+    Args:
+        model: a `PreTrainedModel`, or any module with one inside.
+        *observers: what to compute; one `HeadStatistics` by default.
+        layers: layer indices (negative ones from the end) or names of attention modules to look
+            at; None looks at all.
+        every: look at each N-th forward pass, beginning with the first.
+        kinds: kinds of attention to look at: `"encoder"`, `"decoder"`, `"cross"`. By default
+            the encoder's self-attention, or where a model has none, every self-attention.
+
+    Raises:
+        InputError: if an argument is of the wrong kind or value.
+        UnsupportedAttentionError: if the model has no attention that can be seen.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *observers: Observer,
+        layers: Iterable[int | str] | None = None,
+        every: int = 1,
+        kinds: Iterable[Kind] | Kind | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(f"model must be a torch module. Got {type(model).__name__}.")
+        for observer in observers:
+            if not isinstance(observer, Observer):
+                raise InputError(
+                    f"Observers are instances such as HeadStatistics(). Got {observer!r}."
+                )
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise InputError(f"every must be a positive integer. Got {every!r}.")
+        self.model = model
+        self.observers: tuple[Observer, ...] = observers or (HeadStatistics(),)
+        self.every = every
+        sites = interface_sites(model)
+        if not sites:
+            raise UnsupportedAttentionError(
+                f"{type(model).__name__} has no module that calls transformers' attention "
+                f"interface, so there is nothing to look at."
+            )
+        wanted = (layers,) if isinstance(layers, (int, str)) else layers
+        kinds = (kinds,) if isinstance(kinds, str) else kinds
+        self.selection = select_sites(model, sites, wanted, kinds)
+        self._tap: Tap | None = None
+        self._stack = ExitStack()
+
+    @property
+    def active(self) -> bool:
+        """Whether the lens is attached now."""
+        return self._tap is not None
+
+    def __enter__(self) -> Lens:
+        if self._tap is not None:
+            raise AttnLensError(
+                "This lens is active already. Open a second Lens to look twice at once."
+            )
+        tap = Tap(self.model, self.selection, self._dispatch, self.every)
+        with ExitStack() as stack:
+            tap.attach(stack)
+            self._stack = stack.pop_all()
+        self._tap = tap
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        tap, self._tap = self._tap, None
+        self._stack.close()
+        if kind is None and tap is not None:
+            self._report_gaps(tap)
+
+    def summary(self, field: str = "effective_fraction") -> str:
+        """Return a layer × head table of one field of the first `HeadStatistics`.
+
+        Args:
+            field: a field of :class:`~attnlens.observers.HeadStatisticsResult`.
+
+        Returns:
+            The table as text, which displays as such.
+
+        Raises:
+            InputError: if the lens has no `HeadStatistics`, or no such field exists.
+        """
+        for observer in self.observers:
+            if isinstance(observer, HeadStatistics):
+                return table(observer.compute(), field)
+        raise InputError("summary() shows HeadStatistics; this lens was given none.")
+
+    def _dispatch(self, capture: Capture) -> None:
+        for observer in self.observers:
+            if observer.wants(capture):
+                observer.update(capture)
+
+    def _report_gaps(self, tap: Tap) -> None:
+        if not tap.forwards:
+            warnings.warn(
+                f"No forward pass of {type(self.model).__name__} ran inside the lens, so its "
+                f"observers saw nothing.",
+                AttnLensWarning,
+                stacklevel=3,
+            )
+            return
+        silent = tap.silent
+        if not silent:
+            return
+        names = ", ".join(silent[:3]) + (f" and {len(silent) - 3} more" if silent[3:] else "")
+        if not tap.fired:
+            raise UnsupportedAttentionError(
+                f"{tap.forwards} forward pass(es) ran inside the lens, but no attention call was "
+                f"seen at {names}."
+            )
+        warnings.warn(
+            f"These attention modules did not run inside the lens: {names}. Their layers are "
+            f"missing from the results.",
+            AttnLensWarning,
+            stacklevel=3,
+        )
+
+
+def record(model: nn.Module, *args: Any, **inputs: Any) -> list[Capture]:
+    """Run one forward pass without gradients and return its attention calls.
+
+    Args:
+        model: a `PreTrainedModel`, or any module with one inside.
+        *args: positional inputs of the model.
+        **inputs: keyword inputs of the model.
+
+    Returns:
+        The captures of the encoder's self-attention in the order of the calls. To see other
+        attention, use `Lens(model, Recording(), kinds=...)`.
+    """
+    recording = Recording()
+    with Lens(model, recording), torch.no_grad():
+        model(*args, **inputs)
+    return recording.compute()

@@ -1,0 +1,176 @@
+"""What every observer is: state that grows by one capture at a time and can be merged."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from attnlens.capture import Capture
+from attnlens.errors import InputError
+
+Self = TypeVar("Self", bound="Observer")
+Sums = dict[str, Tensor]
+LayerKey = tuple[str, int]
+
+# How a quantity of this suffix is merged; every other is added.
+_COMBINE = {"min": torch.minimum, "max": torch.maximum}
+
+
+class Observer(ABC):
+    """A streaming quantity over attention calls.
+
+    Args:
+        layers: layer indices to look at; None looks at all that the lens delivers.
+    """
+
+    def __init__(self, layers: Iterable[int] | None = None) -> None:
+        self.layers = None if layers is None else frozenset(layers)
+
+    def wants(self, capture: Capture) -> bool:
+        """Tell whether a capture concerns this observer."""
+        return self.layers is None or capture.layer in self.layers
+
+    @abstractmethod
+    def update(self, capture: Capture) -> None:
+        """Take one attention call into account.
+
+        Args:
+            capture: the call; it must not be kept alive unless its maps were asked for.
+        """
+
+    @abstractmethod
+    def compute(self) -> Any:
+        """Return the result over everything seen so far."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything seen."""
+
+    @abstractmethod
+    def merge(self: Self, other: Self) -> Self:
+        """Add what another observer of the same kind and settings has seen.
+
+        Args:
+            other: left unchanged.
+
+        Returns:
+            This observer.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state as named tensors, from which :meth:`load_state_dict` restores it."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore a state.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+        """
+
+
+class SumObserver(Observer):
+    """An observer whose whole state is sums per layer, so that merging is addition.
+
+    Quantities named `…_min` and `…_max` are merged by minimum and maximum. Subclasses call
+    :meth:`add` and read :attr:`sums`.
+    """
+
+    def __init__(self, layers: Iterable[int] | None = None) -> None:
+        super().__init__(layers)
+        self.sums: dict[LayerKey, Sums] = {}
+
+    def add(self, key: LayerKey, sums: Mapping[str, Tensor]) -> None:
+        """Add sums to a layer.
+
+        Args:
+            key: stack and layer.
+            sums: float64 tensors, the same names and shapes at every call for this layer.
+
+        Raises:
+            InputError: if the shapes differ from what the layer had before.
+        """
+        known = self.sums.get(key)
+        if known is None:
+            self.sums[key] = {name: tensor.clone() for name, tensor in sums.items()}
+            return
+        for name, tensor in sums.items():
+            if tensor.shape != known[name].shape:
+                raise InputError(
+                    f"{key[0]} layer {key[1]} had {name} of shape {list(known[name].shape)} and "
+                    f"now has {list(tensor.shape)}. Use one observer per model."
+                )
+            combine = _COMBINE.get(name.rsplit("_", 1)[-1], torch.add)
+            known[name] = combine(known[name], tensor.to(known[name].device))
+
+    def reset(self) -> None:
+        """Forget everything seen."""
+        self.sums = {}
+
+    def merge(self: Any, other: Any) -> Any:
+        """Add what another observer has seen.
+
+        Args:
+            other: an observer of the same class; left unchanged.
+
+        Returns:
+            This observer.
+
+        Raises:
+            InputError: if the other observer is of another class.
+        """
+        if type(other) is not type(self):
+            raise InputError(f"Cannot merge {type(other).__name__} into {type(self).__name__}.")
+        for key, sums in other.sums.items():
+            self.add(key, sums)
+        return self
+
+    def sync(self, group: Any = None) -> None:
+        """Replace the state by its sum over all processes of a distributed group.
+
+        Layers that only some processes saw count as zero elsewhere.
+
+        Args:
+            group: a `torch.distributed` process group; the default one when None.
+        """
+        parts: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(parts, self.state_dict(), group=group)
+        self.reset()
+        for part in parts:
+            self._add_state(part)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the sums on the CPU, named `stack/layer/quantity`."""
+        return {
+            f"{stack}/{layer}/{name}": tensor.detach().cpu()
+            for (stack, layer), sums in self.sums.items()
+            for name, tensor in sums.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore a state, replacing the present one.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+        """
+        self.reset()
+        self._add_state(state)
+
+    def _add_state(self, state: Mapping[str, Tensor]) -> None:
+        layers: dict[LayerKey, Sums] = {}
+        for name, tensor in state.items():
+            stack, layer, quantity = name.rsplit("/", 2)
+            layers.setdefault((stack, int(layer)), {})[quantity] = tensor
+        for key, sums in layers.items():
+            self.add(key, sums)
+
+    def ordered(self) -> list[LayerKey]:
+        """Layers in the order of their stacks' first appearance, then by index."""
+        stacks: Collection[str] = list(dict.fromkeys(stack for stack, _ in self.sums))
+        order = {stack: position for position, stack in enumerate(stacks)}
+        return sorted(self.sums, key=lambda key: (order[key[0]], key[1]))

@@ -1,0 +1,184 @@
+"""Keep raw and effective attention maps, within a stated memory bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlens.capture import Capture
+from attnlens.errors import AttnLensError, InputError, MemoryBoundError
+from attnlens.observers.base import LayerKey, Observer
+
+
+@dataclass(frozen=True)
+class AttentionMap:
+    """Raw and effective attention of one call.
+
+    Attributes:
+        stack: stack of the layer.
+        layer: layer index.
+        heads: indices of the heads that were kept.
+        raw: `[B, h, Q, K]` float32, A.
+        effective: `[B, h, Q, K]` float32, A⊥.
+        mask: `[B, 1 or h, Q, K]` bool, True where a real query may attend.
+    """
+
+    stack: str
+    layer: int
+    heads: tuple[int, ...]
+    raw: Tensor
+    effective: Tensor
+    mask: Tensor
+
+
+class EffectiveAttention(Observer):
+    """Keep raw and effective maps of chosen layers and heads on the CPU.
+
+    Args:
+        layers: layer indices to keep; None keeps all that the lens delivers.
+        heads: head indices to keep; None keeps all.
+        simplex: keep the row sums of A (`LN([T, 1])` instead of `LN(T)`).
+        max_bytes: bound on the memory of all kept maps; an error is raised before it is crossed.
+
+    References:
+        Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[int] | None = None,
+        heads: Iterable[int] | None = None,
+        *,
+        simplex: bool = False,
+        max_bytes: int = 2**30,
+    ) -> None:
+        super().__init__(layers)
+        self.heads = None if heads is None else tuple(heads)
+        self.simplex = simplex
+        self.max_bytes = max_bytes
+        self._maps: list[AttentionMap] = []
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the maps kept so far, in bytes."""
+        return sum(m.raw.nbytes + m.effective.nbytes + m.mask.nbytes for m in self._maps)
+
+    def update(self, capture: Capture) -> None:
+        """Keep the maps of one attention call.
+
+        Args:
+            capture: the call.
+
+        Raises:
+            InputError: if a head index does not exist in this layer.
+            MemoryBoundError: if keeping them would cross `max_bytes`.
+        """
+        batch, heads, queries, keys, _ = capture.shape
+        chosen = tuple(range(heads)) if self.heads is None else self.heads
+        if any(not 0 <= head < heads for head in chosen):
+            raise InputError(
+                f"heads={list(chosen)} but {capture.site} (layer {capture.layer}) has heads "
+                f"0 to {heads - 1}."
+            )
+        masks = capture.support.keys.shape[1]
+        needed = batch * queries * keys * (8 * len(chosen) + masks)
+        if self.kept_bytes + needed > self.max_bytes:
+            raise MemoryBoundError(
+                f"Keeping {len(chosen)} head(s) of {capture.site} for {batch} example(s) of "
+                f"{queries} × {keys} tokens needs {needed:,} bytes on top of "
+                f"{self.kept_bytes:,}, above max_bytes={self.max_bytes:,}. Choose fewer layers "
+                f"or heads, call reset() between batches, or raise max_bytes."
+            )
+        raw = capture.attention()
+        effective = capture.value_basis(self.simplex).project(raw)
+        support = capture.support
+        mask = support.mask(0, queries) & support.active(queries)[..., None]
+        mask = mask[:, list(chosen)] if masks > 1 else mask
+        index = list(chosen)
+        self._maps.append(
+            AttentionMap(
+                capture.stack,
+                capture.layer,
+                chosen,
+                _kept(raw[:, index]),
+                _kept(effective[:, index]),
+                mask.to("cpu", copy=True),
+            )
+        )
+
+    def compute(self) -> list[AttentionMap]:
+        """Return the maps in the order in which they were seen.
+
+        Returns:
+            One entry per attention call.
+
+        Raises:
+            AttnLensError: if nothing was seen.
+        """
+        if not self._maps:
+            raise AttnLensError(
+                "EffectiveAttention has seen no attention call. Run the model inside "
+                "`with Lens(...)`, and check `layers`."
+            )
+        return list(self._maps)
+
+    def reset(self) -> None:
+        """Drop the maps."""
+        self._maps = []
+
+    def merge(self, other: EffectiveAttention) -> EffectiveAttention:
+        """Append the maps of another observer.
+
+        Args:
+            other: left unchanged.
+
+        Returns:
+            This observer.
+
+        Raises:
+            MemoryBoundError: if the maps together would cross `max_bytes`.
+        """
+        if self.kept_bytes + other.kept_bytes > self.max_bytes:
+            raise MemoryBoundError(
+                f"Merging {other.kept_bytes:,} bytes into {self.kept_bytes:,} crosses "
+                f"max_bytes={self.max_bytes:,}."
+            )
+        self._maps += other._maps
+        return self
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the maps, named `index/stack/layer/quantity`."""
+        state = {}
+        for index, kept in enumerate(self._maps):
+            prefix = f"{index}/{kept.stack}/{kept.layer}"
+            state[f"{prefix}/heads"] = torch.tensor(kept.heads)
+            for name in ("raw", "effective", "mask"):
+                state[f"{prefix}/{name}"] = getattr(kept, name)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore maps, replacing the present ones.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+        """
+        entries: dict[int, tuple[LayerKey, dict[str, Any]]] = {}
+        for name, tensor in state.items():
+            head, quantity = name.rsplit("/", 1)
+            index, rest = head.split("/", 1)
+            stack, layer = rest.rsplit("/", 1)
+            entry = entries.setdefault(int(index), ((stack, int(layer)), {}))
+            entry[1][quantity] = tuple(tensor.tolist()) if quantity == "heads" else tensor
+        self._maps = [
+            AttentionMap(stack, layer, **parts)
+            for _, ((stack, layer), parts) in sorted(entries.items())
+        ]
+
+
+def _kept(maps: Tensor) -> Tensor:
+    """A float32 copy on the CPU that shares no memory with the model's tensors."""
+    return maps.to("cpu", torch.float32, copy=True)

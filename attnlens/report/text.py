@@ -1,0 +1,91 @@
+"""Layer × head tables as plain text."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from attnlens.errors import InputError
+
+
+class Text(str):
+    """Text that displays as itself in a console, instead of quoted."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class LayeredResult(Protocol):
+    """A result with one row per layer."""
+
+    @property
+    def layers(self) -> tuple[tuple[str, int], ...]:
+        """Stack and layer of each row."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every `[L, H]` quantity by name."""
+
+
+def field_of(result: LayeredResult, field: str) -> Tensor:
+    """Return one `[L, H]` quantity of a result.
+
+    Args:
+        result: the result.
+        field: its name.
+
+    Returns:
+        `[L, H]`.
+
+    Raises:
+        InputError: if there is no such field, listing those there are.
+    """
+    tensors = result.tensors()
+    if field not in tensors:
+        raise InputError(f"No field {field!r}. There are: {', '.join(sorted(tensors))}.")
+    return tensors[field]
+
+
+def row_labels(result: LayeredResult) -> list[str]:
+    """Name each row: the layer index, with the stack where there are several.
+
+    Args:
+        result: the result.
+
+    Returns:
+        One label per row.
+    """
+    several = len({stack for stack, _ in result.layers}) > 1
+    return [f"{stack} {layer}" if several else f"layer {layer}" for stack, layer in result.layers]
+
+
+def cell(value: float) -> str:
+    """Format one number of a table; a missing one is a dash."""
+    if value != value:
+        return "–"
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.3g}"
+
+
+def table(result: LayeredResult, field: str = "effective_fraction") -> Text:
+    """Lay one field out as a layer × head table.
+
+    Args:
+        result: the result.
+        field: the quantity to show.
+
+    Returns:
+        The table with a title line.
+
+    Raises:
+        InputError: if there is no such field.
+    """
+    values = field_of(result, field)
+    labels = row_labels(result)
+    header = [f"head {head}" for head in range(values.shape[1])]
+    cells = [[cell(value) for value in row] for row in values.tolist()]
+    width = max(len(text) for row in [header, *cells] for text in row)
+    left = max(map(len, labels))
+    lines = [field.replace("_", " "), " " * left + "".join(f"  {text:>{width}}" for text in header)]
+    for label, row in zip(labels, cells, strict=True):
+        lines.append(f"{label:<{left}}" + "".join(f"  {text:>{width}}" for text in row))
+    return Text("\n".join(lines))
