@@ -80,10 +80,8 @@ def whiten(gram: Tensor, rtol: float) -> Whitening:
 
 
 def _inverted(gram: Tensor, rtol: float) -> tuple[Tensor, Tensor]:
-    """Inverse Cholesky factors, and where the rank is full by a bound that is never optimistic.
-
-    `σ_max²/σ_min² ≤ tr(G) tr(G⁻¹)`.
-    """
+    """Inverse Cholesky factors, and where the rank is provably full."""
+    # σ_max²/σ_min² ≤ tr(G) tr(G⁻¹): a bound that never calls a deficient matrix regular
     lower, info = torch.linalg.cholesky_ex(gram)
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)

@@ -261,10 +261,8 @@ def _masked_grams(values: Tensor, keys: Tensor) -> Tensor:
 
 
 def _interval_grams(values: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """Gram matrices of overlapping intervals: `[h, K, E]`, `[g]`, `[g]` to `[h, g, E, E]`.
-
-    Every interval is a left part, the common core and a right part; the parts are running sums.
-    """
+    """Gram matrices of overlapping intervals: `[h, K, E]`, `[g]`, `[g]` to `[h, g, E, E]`."""
+    # every interval is a left part, the common core and a right part; the parts only add up
     begin, left_end = first.amin(), first.amax()
     right_begin, end = last.amin(), last.amax()
     core = values[:, left_end:right_begin]

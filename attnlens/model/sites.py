@@ -52,7 +52,7 @@ def interface_sites(model: nn.Module) -> list[Site]:
     Returns:
         The sites in module order; a module that appears twice is listed once.
     """
-    return label_sites(model, [(n, m) for n, m in model.named_modules() if dispatches(type(m))])
+    return label_sites(model, [(n, m) for n, m in model.named_modules() if dispatches(m.__class__)])
 
 
 def label_sites(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> list[Site]:
