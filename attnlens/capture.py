@@ -95,16 +95,19 @@ class Capture:
 
     Attributes:
         site: qualified name of the attention module.
-        layer: index of the layer in its stack, counted by call where a module is shared.
-        stack: the site's name with its indices replaced by `*`; layers count within a stack.
-        kind: `"encoder"` or `"decoder"` self-attention, or `"cross"`.
-        call: index of this call among those of the same layer in one forward (packed sequences).
-        query: `[B, H, Q, D]`, after any rotary embedding or norm.
-        grouped_key: `[B, Hkv, K, D]`, not repeated for grouped queries.
         grouped_value: `[B, Hkv, K, D]`, exactly as multiplied by A, bias included.
         context: `[B, H, Q, D]`, the output `O`; `attention() @ value` unless dropout acted.
         masking: mask, bias and causal rule.
-        scaling: factor on the logits.
+        layer: index of the layer in its stack, counted by call where a module is shared.
+        stack: the site's name with its indices replaced by `*`; layers count within a stack.
+        kind: `"encoder"` or `"decoder"` self-attention, or `"cross"`.
+        call: index of this call among those of the same layer in one forward (packed sequences,
+            several products).
+        windows: how many windows or blocks of one example are folded into B; 1 where B counts
+            examples.
+        query: `[B, H, Q, D]`, after any rotary embedding or norm; None where only A was seen.
+        grouped_key: `[B, Hkv, K, D]`, not repeated for grouped queries; None likewise.
+        scaling: factor on the logits; None likewise.
         dropout: dropout probability that acted on A in this call; 0 in evaluation.
         softcap: c in `c · tanh(logits / c)`, or None.
         sinks: logits of an extra softmax column, or None.
@@ -115,16 +118,17 @@ class Capture:
     """
 
     site: str
-    layer: int
-    stack: str
-    kind: Kind
-    call: int
-    query: Tensor | None
-    grouped_key: Tensor | None
     grouped_value: Tensor
     context: Tensor
     masking: Masking
-    scaling: float
+    layer: int = 0
+    stack: str = ""
+    kind: Kind = "encoder"
+    call: int = 0
+    windows: int = 1
+    query: Tensor | None = None
+    grouped_key: Tensor | None = None
+    scaling: float | None = None
     dropout: float = 0.0
     softcap: float | None = None
     sinks: Tensor | None = None

@@ -43,6 +43,7 @@ class InterfaceCall:
 Listener = Callable[[InterfaceCall], None]
 
 _lock = threading.Lock()
+_thread = threading.local()
 _listeners: dict[int, tuple[Listener, ...]] = {}
 _ORIGINALS = {
     name: inspect.getattr_static(AttentionInterface, name)
@@ -80,6 +81,11 @@ def listen(modules: Iterable[nn.Module], listener: Listener) -> Iterator[None]:
                     del _listeners[identity]
             if not _listeners:
                 _uninstall()
+
+
+def running() -> bool:
+    """Whether an attention function of the interface is running in this thread."""
+    return getattr(_thread, "depth", 0) > 0
 
 
 def masking_of(call: InterfaceCall, query: Tensor, key: Tensor) -> Masking:
@@ -142,7 +148,11 @@ def _watched(function: Callable[..., Any], implementation: str) -> Callable[...,
 
     @functools.wraps(function)
     def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = function(module, *args, **kwargs)
+        _thread.depth = getattr(_thread, "depth", 0) + 1
+        try:
+            result = function(module, *args, **kwargs)
+        finally:
+            _thread.depth -= 1
         listeners = _listeners.get(id(module))
         if listeners:
             arguments = _by_name(function, module, args, kwargs)

@@ -56,35 +56,80 @@ class ProjectionSource:
 
 
 class ContextTrail:
-    """The contexts of one site invocation that have not reached their projection yet."""
+    """The contexts of one site invocation, on their way to their output projections.
+
+    Contexts are copies: a model may change its own in place, and then it is no longer `A V` that
+    W_O receives.
+    """
 
     def __init__(self) -> None:
-        self.contexts: list[Tensor] = []  # [B, Q, H, D]
+        self._contexts: list[Tensor] = []  # [B, H, Q, D]
+        self._found: dict[int, ProjectionSource] = {}
 
-    def leads_to(self, received: Tensor) -> bool:
-        """Tell whether a linear module's input is the context, unchanged.
+    def add(self, context: Tensor) -> None:
+        """Follow one more context.
 
         Args:
-            received: the module's first argument.
+            context: `[B, H, Q, D]`, a copy.
+        """
+        self._contexts.append(context)
+
+    def arrive(self, name: str, module: nn.Module, received: Tensor) -> bool:
+        """Compare the input of a linear module with the contexts.
+
+        Tokens may come in any order, so that sequence-major layouts, unfolded windows and the
+        concatenation of packed sequences are recognised; features must be heads × width.
+
+        Args:
+            name: the module's name.
+            module: the module.
+            received: its first argument.
 
         Returns:
-            True if it is the same memory, or equal value by value, also in sequence-major
-            layout, or as the concatenation of the calls of packed sequences.
+            True once every context has found its projection.
         """
-        elements = sum(context.numel() for context in self.contexts)
-        if not elements or received.numel() != elements:
-            return False
-        first = self.contexts[0]
-        features = first.shape[-1] * first.shape[-2]
-        if received.shape[-1] != features:
-            return False
-        if len(self.contexts) == 1:
-            flat = first.reshape(*first.shape[:2], features)
-            if _same_memory(received, flat) or _equal(received, flat):
-                return True
-            return _equal(received, flat.transpose(0, 1))
-        joined = torch.cat([c.reshape(-1, features) for c in self.contexts])
-        return _equal(received, joined)
+        open_ = [i for i in range(len(self._contexts)) if i not in self._found]
+        groups = [[i] for i in open_] if len(open_) < 2 else [open_, *([i] for i in open_)]
+        for group in groups:
+            if _same_rows(received, [self._contexts[i] for i in group]):
+                _, heads, _, width = self._contexts[group[0]].shape
+                source = ProjectionSource(name, module, heads, width)
+                self._found.update(dict.fromkeys(group, source))
+                break
+        return len(self._found) == len(self._contexts)
+
+    def projections(self) -> Projections:
+        """Return what was found for this invocation, to be used again for later ones."""
+        sources = {self._found.get(i) for i in range(len(self._contexts))}
+        joined = sources.pop() if len(sources) == 1 else None
+        return Projections(dict(self._found), joined)
+
+
+class Projections:
+    """W_O of a site: one for each product of an invocation, or one for all of them.
+
+    Args:
+        single: source by position in the invocation.
+        joined: the source of every product, where they share it.
+    """
+
+    def __init__(
+        self, single: dict[int, ProjectionSource], joined: ProjectionSource | None
+    ) -> None:
+        self._single = single
+        self._joined = joined
+
+    def read(self, ordinal: int) -> tuple[OutputProjection | None, str]:
+        """Return the projection of the n-th product of an invocation.
+
+        Args:
+            ordinal: position in the invocation.
+
+        Returns:
+            The projection and an empty string, or None and why there is none.
+        """
+        source = self._joined or self._single.get(ordinal)
+        return (None, NOT_FOUND) if source is None else source.read()
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -98,7 +143,12 @@ def is_linear(module: nn.Module) -> bool:
     """
     if isinstance(module, (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)):
         return True
-    return hasattr(module, "base_layer") or type(module).__name__.endswith("Linear")
+    if hasattr(module, "base_layer"):
+        return True
+    # A wrapper with state of its own (clipping bounds, scales) may change what it passes on.
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    bare = next(module.children(), None) is None
+    return type(module).__name__.endswith("Linear") and (bare or bool(own))
 
 
 def linear_hooks(
@@ -128,14 +178,39 @@ def linear_hooks(
     ]
 
 
-def _same_memory(left: Tensor, right: Tensor) -> bool:
-    return (
-        left.is_contiguous()
-        and right.is_contiguous()
-        and left.data_ptr() == right.data_ptr()
-        and left.dtype == right.dtype
-    )
+def weight_owners(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
+    """Map the identity of each weight to its module.
+
+    Args:
+        model: the model.
+
+    Returns:
+        `id(weight) → (qualified name, module)`.
+    """
+    return {
+        id(module.weight): (name, module)
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "weight", None), Tensor)
+    }
 
 
-def _equal(left: Tensor, right: Tensor) -> bool:
-    return left.dtype == right.dtype and torch.equal(left.reshape(right.shape), right)
+def _same_rows(received: Tensor, contexts: list[Tensor]) -> bool:
+    """Whether an input holds the token rows `[H·D]` of the contexts, all and only, in any order."""
+    features = contexts[0].shape[1] * contexts[0].shape[3]
+    if received.numel() != sum(context.numel() for context in contexts):
+        return False
+    if received.dtype != contexts[0].dtype or received.dim() < 2:
+        return False
+    if received.shape[-1] != features:
+        if received.shape[1] != features:
+            return False
+        received = received.movedim(1, -1)  # channels first
+    rows = torch.cat([c.transpose(1, 2).reshape(-1, features) for c in contexts])
+    other = received.reshape(-1, features)
+    if torch.equal(rows, other):
+        return True
+    return torch.equal(_sorted_rows(rows), _sorted_rows(other))
+
+
+def _sorted_rows(rows: Tensor) -> Tensor:
+    return rows[rows[:, 0].argsort(stable=True)]
