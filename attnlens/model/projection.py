@@ -179,19 +179,24 @@ def linear_hooks(
 
 
 def weight_owners(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
-    """Map the identity of each weight to its module.
+    """Map the identity of each parameter to a module that has it as its weight.
 
     Args:
         model: the model.
 
     Returns:
-        `id(weight) → (qualified name, module)`.
+        `id(parameter) → (qualified name, module)`; a bare parameter that is a weight by use only,
+        as in XLNet, gets a module of its own.
     """
-    return {
-        id(module.weight): (name, module)
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "weight", None), Tensor)
-    }
+    owners: dict[int, tuple[str, nn.Module]] = {}
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if leaf != "weight":
+            owner, module = name, nn.Module()
+            module.weight = parameter
+        owners[id(parameter)] = (owner, module)
+    return owners
 
 
 def _same_rows(received: Tensor, contexts: list[Tensor]) -> bool:

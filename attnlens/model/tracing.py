@@ -115,7 +115,8 @@ class AttentionTrace(TorchFunctionMode):
 
     Args:
         heard: called with each event as it happens.
-        linear: called with the input and weight of each linear function.
+        linear: called with the input and weight of each linear function, also one written as a
+            contraction over heads and widths.
         where: asked for a token at every softmax; returned with the event.
     """
 
@@ -187,6 +188,8 @@ class AttentionTrace(TorchFunctionMode):
             found = [i for i, operand in enumerate(operands) if id(operand) in self._derived]
             if len(found) == 1 and len(operands) == 2:
                 self._consume(name, args, operands, found[0], output)
+            elif name == "einsum" and len(operands) == 2:
+                self._contract(args[0], *operands)
         elif found and name in _DROPOUT:
             source = self._derived[id(args[found[0]])]
             rate = _dropout_rate(args, kwargs)
@@ -195,6 +198,12 @@ class AttentionTrace(TorchFunctionMode):
             )
         elif found and (name in _REARRANGE or name in _ADJUST):
             self._derive(func, args, kwargs, found[0], output)
+
+    def _contract(self, equation: str, received: Tensor, weight: Any) -> None:
+        """Report an einsum over heads and widths, such as `ibnd,hnd->ibh`, as a linear function."""
+        left, _, right = equation.replace(" ", "").partition("->")[0].partition(",")
+        if isinstance(weight, torch.nn.Parameter) and len(right) == 3 and left[-2:] == right[1:]:
+            self._linear(received.flatten(-2), weight)
 
     def _derive(
         self,
