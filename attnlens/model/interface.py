@@ -21,6 +21,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from attnlens.capture import Masking
 from attnlens.model.masks import normalise_mask
+from attnlens.model.shared import SharedSetting
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,23 +65,19 @@ def listen(modules: Iterable[nn.Module], listener: Listener) -> Iterator[None]:
         Nothing.
     """
     identities = [id(module) for module in modules]
-    with _lock:
-        if not _listeners:
-            _install()
-        for identity in identities:
-            _listeners[identity] = (*_listeners.get(identity, ()), listener)
-    try:
-        yield
-    finally:
+    with _wrapped.held():
         with _lock:
             for identity in identities:
-                rest = tuple(other for other in _listeners[identity] if other is not listener)
-                if rest:
-                    _listeners[identity] = rest
-                else:
-                    del _listeners[identity]
-            if not _listeners:
-                _uninstall()
+                _listeners[identity] = (*_listeners.get(identity, ()), listener)
+        try:
+            yield
+        finally:
+            with _lock:
+                for identity in identities:
+                    others = _listeners.pop(identity)
+                    rest = tuple(other for other in others if other is not listener)
+                    if rest:
+                        _listeners[identity] = rest
 
 
 def running() -> bool:
@@ -139,6 +136,9 @@ def _uninstall() -> None:
             delattr(AttentionInterface, name)
         else:
             setattr(AttentionInterface, name, original)
+
+
+_wrapped = SharedSetting(_install, _uninstall)
 
 
 def _watched(function: Callable[..., Any], implementation: str) -> Callable[..., Any]:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from attnlens.capture import OutputProjection
+from attnlens.model.hooks import Hook
 
+LINEAR = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)
 NOT_FOUND = (
     "no linear module received the context unchanged: something sits between the attention "
     "product and the output projection"
@@ -38,21 +40,46 @@ class ProjectionSource:
         Returns:
             The projection and an empty string, or None and why there is none.
         """
+        if hasattr(self.module, "base_layer"):
+            return self._read_adapted()
         weight = getattr(self.module, "weight", None)
         if not isinstance(weight, Tensor) or not weight.is_floating_point():
             kind = type(self.module).__name__
             return None, f"{self.name} ({kind}) has no floating-point weight to slice into heads"
         stamp = (weight.data_ptr(), -1 if weight.is_inference() else weight._version)
         if self._current is None or stamp != self._read_at:
-            matrix = weight.detach()
-            if not isinstance(self.module, Conv1D):
-                matrix = matrix.flatten(1).T
-            per_head = matrix.reshape(self.heads, self.width, -1)
-            bias = getattr(self.module, "bias", None)
-            bias = bias.detach() if isinstance(bias, Tensor) else None
-            self._current = OutputProjection(self.name, per_head, bias)
+            self._current = self._sliced(self.module, weight.detach())
             self._read_at = stamp
         return self._current, ""
+
+    def _read_adapted(self) -> tuple[OutputProjection | None, str]:
+        """Read a PEFT layer: its base weight plus the active low-rank updates."""
+        layer: Any = self.module
+        base = layer.base_layer
+        weight = getattr(base, "weight", None)
+        if not isinstance(weight, Tensor) or not weight.is_floating_point():
+            return None, f"{self.name} adapts a layer without floating-point weight"
+        matrix = weight.detach()
+        active = [] if layer.merged or layer.disable_adapters else list(layer.active_adapters)
+        for adapter in active:
+            if adapter not in getattr(layer, "lora_A", {}):
+                continue
+            if getattr(layer, "use_dora", {}).get(adapter) or adapter in layer.lora_variant:
+                return None, f"{self.name} has adapter {adapter!r}, which is not a fixed matrix"
+            matrix = matrix + layer.get_delta_weight(adapter).detach()
+        if not hasattr(layer, "lora_A") and active:
+            kind = type(layer).__name__
+            return None, f"{self.name} is adapted by {kind}, whose effective weight is not known"
+        return self._sliced(base, matrix), ""
+
+    def _sliced(self, module: nn.Module, matrix: Tensor) -> OutputProjection:
+        """Cut `[M, H·D]` (transposed in `Conv1D`) into heads."""
+        if not isinstance(module, Conv1D):
+            matrix = matrix.flatten(1).T
+        per_head = matrix.reshape(self.heads, self.width, -1)
+        bias = getattr(module, "bias", None)
+        bias = bias.detach() if isinstance(bias, Tensor) else None
+        return OutputProjection(self.name, per_head, bias)
 
 
 class ContextTrail:
@@ -141,14 +168,15 @@ def is_linear(module: nn.Module) -> bool:
     Returns:
         True for linear and convolution layers, also wrapped or quantised ones.
     """
-    if isinstance(module, (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)):
+    if isinstance(module, LINEAR) or hasattr(module, "base_layer"):
         return True
-    if hasattr(module, "base_layer"):
-        return True
-    # A wrapper with state of its own (clipping bounds, scales) may change what it passes on.
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    bare = next(module.children(), None) is None
-    return type(module).__name__.endswith("Linear") and (bare or bool(own))
+    if not type(module).__name__.endswith("Linear"):
+        return False
+    # A wrapper with state of its own (clipping bounds, scales) may change what it passes on;
+    # one without is looked through.
+    wraps = any(isinstance(child, LINEAR) for child in module.children())
+    stateful = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return not wraps or bool(stateful)
 
 
 def linear_hooks(
@@ -172,7 +200,7 @@ def linear_hooks(
         return hook
 
     return [
-        module.register_forward_pre_hook(hook_for(name))
+        module.register_forward_pre_hook(Hook(hook_for(name)))
         for name, module in model.named_modules()
         if is_linear(module)
     ]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnlens.model.hooks import Hook
 from attnlens.model.tracing import AttentionTrace, Event, SeenProduct, remove_mode, takes_fused_path
 
 Signature = tuple[object, ...]
@@ -118,8 +119,8 @@ class TraceScope:
             if not name:
                 continue  # the root of a discovery is pushed by begin()
             module = self._modules[name]
-            self._handles.append(module.register_forward_pre_hook(self._enter_hook(name)))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+            self._handles.append(module.register_forward_pre_hook(Hook(self._enter_hook(name))))
+            self._handles.append(module.register_forward_hook(Hook(self._leave), always_call=True))
         self._followed = names
 
     def _enter_hook(self, name: str) -> Callable[[nn.Module, Sequence[Any]], None]:

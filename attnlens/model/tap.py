@@ -7,8 +7,8 @@ site's output projection by following its context the first time, and delivers c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from attnlens.capture import Capture, Masking
+from attnlens.errors import InputError
 from attnlens.model.calls import capture_of_call, capture_of_event
+from attnlens.model.compiled import running_eagerly
+from attnlens.model.hooks import Hook
 from attnlens.model.interface import InterfaceCall, listen, masking_of
 from attnlens.model.masks import with_position_bias
 from attnlens.model.projection import (
@@ -76,16 +79,27 @@ class Tap:
 
         Args:
             stack: closes what was opened, in reverse order.
+
+        Raises:
+            InputError: if the model is spread over devices by `nn.DataParallel`.
         """
+        if isinstance(self.model, nn.DataParallel) and len(self.model.device_ids) > 1:
+            raise InputError(
+                "nn.DataParallel runs copies of the model that no hook can follow. Give the lens "
+                "model.module on one device, or use DistributedDataParallel."
+            )
         stack.callback(self._forget)
+        stack.enter_context(running_eagerly(self.model))
         stack.callback(self._scope.detach)
         for root in forward_roots(self.model):
-            begin = root.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+            begin = root.register_forward_pre_hook(
+                Hook(self._begin), with_kwargs=True, prepend=True
+            )
             stack.callback(begin.remove)
-            stack.callback(root.register_forward_hook(self._end, always_call=True).remove)
+            stack.callback(root.register_forward_hook(Hook(self._end), always_call=True).remove)
         sites = self.selection.catalogue.interface
         for site in sites:
-            stack.callback(site.module.register_forward_pre_hook(self._invoke).remove)
+            stack.callback(site.module.register_forward_pre_hook(Hook(self._invoke)).remove)
         for handle in linear_hooks(self.model, self._received):
             stack.callback(handle.remove)
         stack.enter_context(listen([site.module for site in sites], self._heard_call))
@@ -144,7 +158,7 @@ class Tap:
     def _heard_call(self, call: InterfaceCall) -> None:
         if self._looking and not replaying():
             site = self._interface[id(call.module)]
-            with torch.no_grad():
+            with _unobserved():
                 self._take(site, lambda: capture_of_call(call, site.name, self._masking))
 
     def _heard_event(self, frame: Frame, event: Event) -> None:
@@ -154,7 +168,8 @@ class Tap:
         if not frame.entered:
             frame.entered = True
             self._enter(site)
-        self._take(site, lambda: capture_of_event(event, frame.module, site.name))
+        with _unobserved():
+            self._take(site, lambda: capture_of_event(event, frame.module, site.name))
 
     def _take(self, site: Site, build: Callable[[], Capture]) -> None:
         """Label a capture, and deliver it or let it wait for its projection."""
@@ -185,7 +200,7 @@ class Tap:
     def _received(self, name: str, module: nn.Module, received: Tensor) -> None:
         if not self._pending or replaying():
             return
-        with torch.no_grad():
+        with _unobserved():
             complete = self._trail.arrive(name, module, received.detach())
         if complete:
             self._settle()
@@ -213,7 +228,7 @@ class Tap:
 
     def _send(self, capture: Capture, projections: Projections, ordinal: int) -> None:
         device = capture.context.device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        with _unobserved(), torch.autocast(device, enabled=False):
             output, reason = projections.read(ordinal)
             self._deliver(replace(capture, output=output, projection_reason=reason))
 
@@ -278,6 +293,13 @@ class _LayerOrder:
         self._calls[site.stack, layer] += 1
         self._ordinal[site.name] += 1
         return index
+
+
+@contextmanager
+def _unobserved() -> Iterator[None]:
+    """Work of ours: no gradients, and no torch function seen by any mode."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
 
 
 def _batch_size(args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:

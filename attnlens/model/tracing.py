@@ -9,7 +9,6 @@ inside `F.multi_head_attention_forward`. Nothing is replaced and nothing is comp
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from attnlens.model import interface
 from attnlens.model.layout import Product, einsum_product, matmul_product, transposed_product
+from attnlens.model.shared import SharedSetting
 
 # Logits at or below this were masked: no model's scores reach it, every additive mask does.
 _MASKED = -5000.0
@@ -309,14 +309,19 @@ def _direct_call(args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) 
     )
 
 
-_open_lock = threading.Lock()
-_open_threads: Counter[int] = Counter()
 _functional: Any = F
 _HAS_TORCH_FUNCTION = _functional.has_torch_function
+_open = threading.local()
 
 
 def _has_torch_function(tensors: Any) -> bool:
-    return not _open_threads[threading.get_ident()] and _HAS_TORCH_FUNCTION(tensors)
+    return not getattr(_open, "depth", 0) and _HAS_TORCH_FUNCTION(tensors)
+
+
+_answering = SharedSetting(
+    lambda: setattr(_functional, "has_torch_function", _has_torch_function),
+    lambda: setattr(_functional, "has_torch_function", _HAS_TORCH_FUNCTION),
+)
 
 
 @contextmanager
@@ -326,17 +331,12 @@ def _open_body() -> Iterator[None]:
     The function asks a module-level `has_torch_function` whether to hand its call to the mode;
     for the duration, and in this thread only, the answer is no.
     """
-    thread = threading.get_ident()
-    with _open_lock:
-        _open_threads[thread] += 1
-        _functional.has_torch_function = _has_torch_function
-    try:
-        yield
-    finally:
-        with _open_lock:
-            _open_threads[thread] -= 1
-            if not +_open_threads:
-                _functional.has_torch_function = _HAS_TORCH_FUNCTION
+    with _answering.held():
+        _open.depth = getattr(_open, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            _open.depth -= 1
 
 
 def takes_fused_path(module: torch.nn.MultiheadAttention, args: tuple[Any, ...]) -> bool:
