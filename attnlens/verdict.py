@@ -200,12 +200,12 @@ def _relative(left: Tensor, right: Tensor) -> float:
 
 def _mask_kind(capture: Capture) -> str:
     support = capture.support
-    if support.rows is not None:
-        kind = "rows"
-    elif not support.shared:
-        kind = "interval"
-    else:
+    if support.shared:
         kind = "none" if bool(support.keys.all()) else "padding"
+    elif support.rows is not None:
+        kind = "rows"
+    else:
+        kind = "interval"
     return kind if capture.bias is None else f"{kind} + bias"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from attnlens.errors import InputError
 from attnlens.model.hooks import Hook
