@@ -124,8 +124,10 @@ def whiten_short(values: Tensor, keys: Tensor, rtol: float) -> Whitening:
     gram = values @ values.mT
     padded = gram + torch.diag_embed((~keys).to(gram.dtype))
     lower, info = torch.linalg.cholesky_ex(padded)
-    inverse = torch.cholesky_inverse(lower)
-    inverse = inverse * (keys[:, :, None] & keys[:, None]).to(gram.dtype)
+    # not cholesky_inverse, which raises for the whole batch where one problem is singular
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    half = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
+    inverse = (half.mT @ half) * (keys[:, :, None] & keys[:, None]).to(gram.dtype)
     bound = gram.diagonal(dim1=-2, dim2=-1).sum(-1) * inverse.diagonal(dim1=-2, dim2=-1).sum(-1)
     regular = (info == 0) & (bound * rtol * rtol < 1)
     return Whitening(values.mT @ inverse, keys.sum(-1), regular)
