@@ -159,9 +159,9 @@ def factor_values(values: Tensor, gram: Tensor, keys: Tensor, rtol: float) -> Wh
     """Choose the smaller Gram matrix for every problem and factor each kind in one batched call.
 
     Args:
-        values: `[..., K, E]` float64, zero at masked keys; leading dimensions may be expanded.
-        gram: `[..., E, E]` float64, `valuesᵀ values`.
-        keys: `[..., K]` bool, the real keys.
+        values: `[..., K, E]` float64, finite; leading dimensions may be expanded.
+        gram: `[..., E, E]` float64, `valuesᵀ values` over the keys of each problem.
+        keys: `[..., K]` bool, the keys of each problem; values elsewhere play no part.
         rtol: a singular value of V counts when it exceeds `rtol` times the largest.
 
     Returns:
@@ -179,9 +179,10 @@ def factor_values(values: Tensor, gram: Tensor, keys: Tensor, rtol: float) -> Wh
     doubtful = short.new_zeros(short.shape)
     if short.any():
         first = keys.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :width]
-        taken = torch.take_along_dim(values, first[..., None], dim=-2)
-        real = keys.gather(-1, first).reshape(-1, first.shape[-1])[short]
-        result = whiten_short(taken.reshape(-1, *taken.shape[-2:])[short], real, rtol)
+        real = keys.gather(-1, first)
+        taken = torch.take_along_dim(values, first[..., None], dim=-2) * real[..., None]
+        taken, real = taken.flatten(end_dim=-3)[short], real.flatten(end_dim=-2)[short]
+        result = whiten_short(taken, real, rtol)
         factor[short, :, : first.shape[-1]] = result.factor
         rank[short], orthonormal[short] = result.rank, result.orthonormal
         doubtful = short & ~orthonormal
