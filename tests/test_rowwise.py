@@ -1,4 +1,4 @@
-"""Masks that differ by row: causal, sliding window, packed, arbitrary; against one row at a time."""
+"""Masks that differ by row: causal, sliding window, packed, arbitrary; against a loop over rows."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ def test_results_do_not_depend_on_the_size_of_chunks(
     attention, value = problem(mask)
     whole = effective_attention(attention, value, mask)
     monkeypatch.setattr(rowwise, "_CHUNK_BYTES", 8 * HEADS * WIDTH * 2 * WIDTH * 3)
-    assert reference.relative_errors(effective_attention(attention, value, mask), whole).max() < 1e-12
+    assert (
+        reference.relative_errors(effective_attention(attention, value, mask), whole).max() < 1e-12
+    )
 
 
 @pytest.mark.parametrize("padding", [None, PADDING, PADDING[:, 0, 0]], ids=["none", "4d", "2d"])
