@@ -176,6 +176,11 @@ class Capture:
         return self.masking.support(batch, queries, keys, self.context.device)
 
     @property
+    def real_rows(self) -> Tensor:
+        """Query rows that are not padding, `[B, 1 or H, Q]` bool."""
+        return self.support.active(self.shape[2], cross=self.kind == "cross")
+
+    @property
     def value_space(self) -> Literal["T", "V"]:
         """`"T"` where H is known, else `"V"`: null spaces then refer to the values alone."""
         return "V" if self.output is None else "T"

@@ -83,6 +83,7 @@ def null_space_sums(
     support: Support,
     rtol: float,
     output_gram: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> NullSpaceSums:
     """Compute the null-space quantities from values and outputs alone.
 
@@ -91,13 +92,14 @@ def null_space_sums(
         context: `[B, H, Q, E]` float64 outputs `O = A V`.
         support: the keys of every row.
         rtol: relative threshold for the numerical rank.
-        output_gram: `[H, E, E]` float64 matrix X with `‖A T‖² = tr(O X Oᵀ)`, that is `H Hᵀ`; the
-            identity when None.
+        output_gram: `[H, E, E]` float64 positive definite matrix X with `‖A T‖² = tr(O X Oᵀ)`,
+            that is `H Hᵀ`; the identity when None.
+        active: `[B, 1 or H, Q]` bool, the real rows; by default those of :meth:`Support.active`.
 
     Returns:
         The quantities, over real rows and keys only.
     """
-    active = support.active(context.shape[-2])
+    active = support.active(context.shape[-2]) if active is None else active
     context = torch.where(active[..., None], context, 0.0)
     gram = values.mT @ values
     moment = context.mT @ context
@@ -114,7 +116,7 @@ def null_space_sums(
         else torch.einsum("bhde,hde->bh", moment, output_gram.to(moment))
     )
     inverse, rank = _pseudo_inverse(values, gram, support, rtol)
-    condition = _condition(gram, rank).repeat_interleave(groups, 1)
+    condition = _condition(gram, rank, output_gram, groups)
     if support.shared:
         parts = _shared_parts(values, context, moment, inverse, rank, support, groups)
     else:
@@ -157,7 +159,16 @@ def _pseudo_inverse(
     return factor @ factor.mT, whitening.rank.reshape(batch, heads)
 
 
-def _condition(gram: Tensor, rank: Tensor) -> Tensor:
+def _condition(gram: Tensor, rank: Tensor, output_gram: Tensor | None, groups: int) -> Tensor:
+    """Condition number of T, `[B, H]`, from `VᵀV` `[B, Hv, E, E]` and `H Hᵀ` `[H, E, E]`."""
+    if output_gram is None:
+        return _gram_condition(gram, rank).repeat_interleave(groups, 1)
+    gram, rank = (tensor.repeat_interleave(groups, 1) for tensor in (gram, rank))
+    factor = torch.linalg.cholesky(output_gram.to(gram))
+    return _gram_condition(factor.mT @ gram @ factor, rank)
+
+
+def _gram_condition(gram: Tensor, rank: Tensor) -> Tensor:
     sigma = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt().flip(-1)
     last = (rank - 1).clamp(min=0)[..., None]
     return sigma[..., 0] / sigma.gather(-1, last)[..., 0]

@@ -64,7 +64,7 @@ class Support:
         counts = _running_count(self.keys)
         return counts.gather(-1, self.last) - counts.gather(-1, self.first)
 
-    def active(self, queries: int) -> Tensor:
+    def active(self, queries: int, *, cross: bool = False) -> Tensor:
         """Tell which query rows are real.
 
         In self-attention (as many queries as keys) a row is real when its own token is a real
@@ -72,13 +72,14 @@ class Support:
 
         Args:
             queries: number of query rows Q.
+            cross: queries and keys are different tokens, even where there are as many.
 
         Returns:
             `[B, G, Q]` bool.
         """
         sizes = self.sizes().expand(*self.keys.shape[:2], queries)
         real = sizes > 0
-        return real & self.keys if queries == self.keys.shape[-1] else real
+        return real if cross or queries != self.keys.shape[-1] else real & self.keys
 
     def mask(self, start: int, stop: int) -> Tensor:
         """Materialise the rows `start:stop` of the mask.

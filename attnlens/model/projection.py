@@ -6,7 +6,7 @@ when it receives the context unchanged, in the context's own memory or value by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -181,15 +181,15 @@ def is_linear(module: nn.Module) -> bool:
 
 def linear_hooks(
     model: nn.Module, received: Callable[[str, nn.Module, Tensor], None]
-) -> list[torch.utils.hooks.RemovableHandle]:
+) -> Iterator[torch.utils.hooks.RemovableHandle]:
     """Report the input of every linear module while the hooks live.
 
     Args:
         model: the model to watch.
         received: called with the module's name, the module and its first argument.
 
-    Returns:
-        One handle per module; the caller removes them.
+    Yields:
+        One handle per module, as soon as it is registered; the caller removes them.
     """
 
     def hook_for(name: str) -> Callable[[nn.Module, Sequence[Any]], None]:
@@ -199,11 +199,9 @@ def linear_hooks(
 
         return hook
 
-    return [
-        module.register_forward_pre_hook(Hook(hook_for(name)))
-        for name, module in model.named_modules()
-        if is_linear(module)
-    ]
+    for name, module in model.named_modules():
+        if is_linear(module):
+            yield module.register_forward_pre_hook(Hook(hook_for(name)))
 
 
 def weight_owners(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:

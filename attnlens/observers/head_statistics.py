@@ -127,8 +127,7 @@ class HeadStatistics(SumObserver):
         Args:
             capture: the call.
         """
-        support = capture.support
-        _, _, queries, keys, width = capture.shape
+        *_, keys, width = capture.shape
         rtol = default_rtol(keys, width) if self.rtol is None else self.rtol
         output = capture.output
         rows: RowSums | None = None
@@ -143,8 +142,8 @@ class HeadStatistics(SumObserver):
         gram = None
         if output is not None and output.factor is None:
             gram = output.gram
-        null_space = null_space_sums(space, context, support, rtol, gram)
-        active = support.active(queries).expand(*context.shape[:3])
+        active = capture.real_rows.expand(*context.shape[:3])
+        null_space = null_space_sums(space, context, capture.support, rtol, gram, active)
         self.add((capture.stack, capture.layer), _sums(capture, null_space, rows, active))
 
     def compute(self) -> HeadStatisticsResult:
