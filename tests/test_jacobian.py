@@ -385,6 +385,16 @@ def test_memory_budget_bounds_the_chunks(step):
     assert run(0)[1] == 40
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_memory_budget_bounds_bundle_and_temporaries_together(reverse):
+    layers, hidden = encoder_layers(size=16), hidden_states(size=16)
+    run = functools.partial(hidden_token_attribution, layers, hidden, probes=None, reverse=reverse)
+    results = 6 * run().norm.nbytes  # norms, errors, contributions and what they are made from
+    unbounded = allocated_peak(run)
+    for budget in (unbounded // 2, unbounded // 4):
+        assert allocated_peak(lambda b=budget: run(memory_budget=b)) <= budget + results
+
+
 @pytest.mark.parametrize(("norm", "probes"), [("fro", None), ("fro", 3), ("spectral", None)])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_small_budgets_do_not_change_the_result(norm, probes, reverse):
