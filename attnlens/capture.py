@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -87,6 +87,30 @@ class OutputProjection:
     def factor(self) -> Tensor | None:
         """None where every head has full row rank, else C with `H Hᵀ = C Cᵀ`, `[H, D, D]`."""
         return deficiency_factor(self.weight)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCapture:
+    """One call of one Transformer layer on the residual stream; tensors are detached.
+
+    Attributes:
+        name: qualified name of the layer's module.
+        stack: the name with its indices replaced by `*`.
+        layer: index in its stack, counted by call where a module is shared.
+        hidden: `[B, K, M]`, what entered the layer.
+        output: `[B, K, M]`, what left it.
+        mask: `[B, K]` bool, the real tokens.
+        rerun: the layer as a function of its hidden state alone, every other argument as it was;
+            it may be called any number of times, writes no cache and is seen by no lens.
+    """
+
+    name: str
+    stack: str
+    layer: int
+    hidden: Tensor
+    output: Tensor
+    mask: Tensor
+    rerun: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
