@@ -132,6 +132,8 @@ def select_sites(
                 f"{max(depth.values(), default=0)} layers; names look like {sites[0].name!r}."
             )
         wanted |= found
+    if not wanted:
+        raise InputError("layers is empty, so there is nothing to look at; None looks at all.")
     stacks = {stack for stack, _ in wanted}
     chosen = [
         site
@@ -189,7 +191,8 @@ def _of_kind(sites: list[Site], kinds: Iterable[Kind] | None) -> list[Site]:
 def _depths(model: nn.Module, sites: list[Site]) -> tuple[dict[str, int], set[str]]:
     """Number of layers of each stack, and the stacks whose modules serve several layers."""
     modules = Counter(site.stack for site in sites)
-    declared = getattr(getattr(model, "config", None), "num_hidden_layers", 0)
+    encoder = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    declared = getattr(getattr(encoder, "config", None), "num_hidden_layers", 0)
     if len(modules) > 1 or not isinstance(declared, int):
         return dict(modules), set()
     depth = {stack: max(count, declared) for stack, count in modules.items()}
