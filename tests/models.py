@@ -157,6 +157,7 @@ def initialise(
 ) -> PreTrainedModel:
     """Make a model whose heads differ: weights of unit scale instead of 0.02, biases too."""
     config._attn_implementation = implementation
+    _drop(config)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         built = model(config).eval()
@@ -166,6 +167,15 @@ def initialise(
             elif name.endswith("bias") and "norm" not in name.lower():
                 torch.nn.init.normal_(parameter, std=0.2)
     return built
+
+
+def _drop(config: hf.PretrainedConfig) -> None:
+    """Let every dropout of a configuration act in training."""
+    for name, setting in list(vars(config).items()):
+        if isinstance(setting, hf.PretrainedConfig):
+            _drop(setting)
+        elif "drop" in name and "layerdrop" not in name and isinstance(setting, float):
+            setattr(config, name, 0.1)
 
 
 def inputs(name: str) -> dict[str, Tensor]:

@@ -20,6 +20,8 @@ from attnlens.functional.support import Support
 
 # Squared sine of the angle under which the constant vector counts as inside the value space.
 _INSIDE = 1e-8
+# Share of the square sum below which the variance of a matrix's entries is rounding.
+_CONSTANT = 1e-12
 
 
 class NullSpaceSums(NamedTuple):
@@ -141,9 +143,11 @@ def pearson(
     """
     count = count.clamp(min=1)
     covariance = effective_square - total * effective_total / count
-    variance = (square - total.square() / count).clamp(min=0)
-    effective_variance = (effective_square - effective_total.square() / count).clamp(min=0)
-    return (covariance / (variance * effective_variance).sqrt()).clamp(-1, 1)
+    variance = square - total.square() / count
+    effective_variance = effective_square - effective_total.square() / count
+    varies = (variance > _CONSTANT * square) & (effective_variance > _CONSTANT * effective_square)
+    spread = torch.where(varies, variance * effective_variance, torch.nan).sqrt()
+    return (covariance / spread).clamp(-1, 1)
 
 
 def _whitening(

@@ -51,6 +51,8 @@ class Catalogue:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._decoders = _decoder_names(model)
+        inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+        self._config = getattr(inner, "config", None)
         self._peers: dict[str, list[str]] = {}
         for name, _ in model.named_modules():
             self._peers.setdefault(stack_of(name), []).append(name)
@@ -86,7 +88,7 @@ class Catalogue:
     def depth(self, stack: str) -> int:
         """Count the layers of a stack; shared modules serve as many as the config declares."""
         modules = len(self._peers.get(stack, ()))
-        declared = getattr(getattr(self.model, "config", None), "num_hidden_layers", 0)
+        declared = getattr(self._config, "num_hidden_layers", 0)
         return max(modules, declared) if isinstance(declared, int) and modules == 1 else modules
 
 
@@ -150,7 +152,7 @@ def select(
     for layer in wanted or ():
         _check_layer(layer, selection)
     if wanted is not None and not wanted:
-        raise InputError("layers is empty, so there is nothing to look at. Use layers=None.")
+        raise InputError("layers is empty, so there is nothing to look at; None looks at all.")
     return selection
 
 
