@@ -21,7 +21,7 @@ from attnlens.functional.identifiability import (
 )
 
 _TINY = torch.finfo(torch.float64).tiny
-_ROUNDS = 6  # affine-scaling steps, after which a row is near its farthest vertex
+_ROUNDS = 10  # affine-scaling steps, after which a row is near a far vertex
 _BLOCK = 2**24  # float64 numbers held for one block of rows: 128 MiB
 _RADIUS = 0.3  # of the first step: standard deviation under A of a row's change of logits
 _SMALLEST_RADIUS = 1e-3
@@ -31,7 +31,7 @@ _POLISHES = 6  # rounds of Gauss-Newton steps at the end, each with a fresh metr
 _DAMPING = 1e-4  # of the metric, relative to the head's largest curvature
 _RIDGE = 1e-11  # of the normal equations, relative to the head's largest block
 _SOLVE_TOLERANCE = 0.05
-_SOLVE_LIMIT = 40
+_SOLVE_LIMIT = 100
 _LEAST_MOVE = 0.01  # of the distance asked for, below which a head has not moved
 
 
@@ -103,10 +103,10 @@ def simplex_witness(
 ) -> SimplexWitness:
     """Construct a row-stochastic A' with A'T = AT, far from A.
 
-    A row first moves in a random direction of the left null space of [T, 1], to the side that
-    takes it farther, then uphill in total variation. Directions are projected in the metric of the
-    row's own entries (affine scaling), so that small probabilities do not block the way; the last
-    step ends where an entry reaches zero. Entries that are zero stay zero.
+    A row first moves within the left null space of [T, 1] towards higher entropy plus a random
+    direction, then uphill in total variation. Directions are projected in the metric of the row's
+    own entries (affine scaling), so that small probabilities do not block the way; the last step
+    ends where an entry reaches zero. Entries that are zero stay zero.
 
     Args:
         attention: Attention probabilities A, [B, H, Q, K].
@@ -229,7 +229,7 @@ def softmax_witness(
         value: Values, [B, H, K, D].
         mask: Boolean padding mask, True = may attend, broadcastable to [B, H, Q, K].
         scaling: Factor s of the logits; R^-½ by default.
-        distance: Wanted ‖A' − A‖ / ‖A‖, reached to 2 % where possible.
+        distance: Wanted ‖A' − A‖ / ‖A‖, reached to a few per cent where there is room.
         tolerance: Largest accepted ‖A'V − AV‖ / ‖AV‖.
         max_iterations: Largest number of steps of the walk.
         generator: Source of the first direction; a fixed seed by default.
@@ -339,17 +339,15 @@ def _farthest_rows(
     Returns:
         Rows A' ≥ 0, [B, H, Q, K].
     """
-    moved = attention
     shape, device = attention.shape, generator.device
-    uphill = torch.randn(shape, generator=generator, dtype=attention.dtype, device=device)
-    uphill = uphill.to(attention.device)
+    noise = torch.randn(shape, generator=generator, dtype=attention.dtype, device=device)
+    # The gradient of entropy: sharp rows have room only towards more even ones.
+    uphill = noise.to(attention.device) - attention.clamp_min(_TINY).log()
+    moved = attention
     for remaining in reversed(range(_ROUNDS)):
         step = _null_step(moved, basis, uphill)
-        if moved is attention:
-            forward = _room(moved, step) >= _room(moved, -step)
-            step = torch.where(forward, step, -step)
         # Short of the boundary until the last step: an entry at zero would stay there.
-        length = _room(moved, step) * (0.95 if remaining else 1.0)
+        length = _room(moved, step) * (0.98 if remaining else 1.0)
         moved = (moved + step * length.masked_fill(~free[..., None], 0.0)).clamp_min(0.0)
         uphill = (moved - attention).sign()
     return moved
@@ -365,7 +363,7 @@ def _null_step(rows: Tensor, basis: Tensor, uphill: Tensor) -> Tensor:
     for _ in range(2):
         left = left - columns @ (columns.mT @ left)
     left = left.squeeze(-1)
-    noise = left.norm(dim=-1) < 1e-6 * weighted.norm(dim=-1)
+    noise = left.norm(dim=-1) < 1e-12 * weighted.norm(dim=-1)
     return rows * left.masked_fill(noise[..., None], 0.0)
 
 
@@ -382,7 +380,7 @@ class _Heads:
     """
 
     def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, *, scale: float
     ) -> None:
         self.query, self.key, self.value = query, key, value
         self.visible, self.scale = visible, scale
@@ -400,7 +398,7 @@ class _Heads:
         return query, key
 
     def at(self, point: Tensor) -> "_Heads":
-        return _Heads(*self.split(point), self.value, self.visible, self.scale)
+        return _Heads(*self.split(point), self.value, self.visible, scale=self.scale)
 
     def take(self, index: Tensor) -> "_Heads":
         tensors = (self.query, self.key, self.value, self.visible)
@@ -563,6 +561,8 @@ def _walk(origin: _Heads, far: Tensor, distance: float, max_iterations: int) -> 
     radius = torch.full_like(norm, _RADIUS)
     active = torch.arange(len(norm), device=norm.device)
     for _ in range(max_iterations):
+        if not len(active):
+            break
         start = origin.take(active)
         heads = start.at(point[active])
         metric = _metric(heads)
@@ -576,12 +576,10 @@ def _walk(origin: _Heads, far: Tensor, distance: float, max_iterations: int) -> 
         )
         landed, miss = _correct(start, ahead, metric, allowance)
         new = _ratio(start.at(landed).attention - start.attention, start.attention)
-        better = (miss <= allowance) & (new > reached[active])
+        better = (miss <= allowance) & (new > reached[active]) & (new <= 1.05 * distance)
         point[active[better]], reached[active[better]] = landed[better], new[better]
         radius[active] *= torch.where(better, 1.5, 0.3)
         active = active[(reached[active] < 0.98 * distance) & (radius[active] > _SMALLEST_RADIUS)]
-        if not len(active):
-            break
     return point
 
 
