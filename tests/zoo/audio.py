@@ -282,7 +282,7 @@ def seamless(model_type: str) -> Recipe:
     return Recipe(tiny(model_type, **unused), inputs.text() | inputs.decoder_text())
 
 
-@audio.architecture("fastspeech2_conformer")
+@audio.architecture("fastspeech2_conformer", padding_leaks="Its convolutions reach into padding.")
 def fastspeech2(model_type: str) -> Recipe:
     config = tiny(
         model_type,
@@ -299,7 +299,7 @@ def fastspeech2(model_type: str) -> Recipe:
     return Recipe(config, inputs.text())
 
 
-@audio.architecture("vits")
+@audio.architecture("vits", padding_leaks="It draws one noise for the whole batch.")
 def vits(model_type: str) -> Recipe:
     config = tiny(
         model_type,

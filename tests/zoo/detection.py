@@ -68,7 +68,9 @@ def d_fine(model_type: str) -> Recipe:
     return Recipe(config, padded_images())
 
 
-@detection.architecture("grounding-dino", "mm-grounding-dino")
+@detection.architecture(
+    "grounding-dino", "mm-grounding-dino", padding_leaks="Its eager attention adds a boolean mask."
+)
 def grounding_dino(model_type: str) -> Recipe:
     config = tiny(
         model_type,
@@ -232,7 +234,8 @@ def sam2(model_type: str) -> Recipe:
     return Recipe(config, inputs.images(SIZE) | {"input_points": SIZE * inputs.uniform(2, 1, 2, 2)})
 
 
-@detection.architecture("sam3", "sam3_lite_text")
+@detection.architecture("sam3_lite_text", padding_leaks="Its convolutions reach into padding.")
+@detection.architecture("sam3")
 def sam3(model_type: str) -> Recipe:
     config = tiny(
         model_type,

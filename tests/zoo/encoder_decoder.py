@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from transformers import (
     BertConfig,
     EncoderDecoderConfig,
@@ -41,8 +40,7 @@ encoder_decoder.add(
 encoder_decoder.add("fsmt", src_vocab_size=128, tgt_vocab_size=128)
 encoder_decoder.add(
     "t5gemma",
-    encoder={"sliding_window": 4},
-    decoder={"sliding_window": 4, "cross_attention_hidden_size": HIDDEN},
+    decoder={"cross_attention_hidden_size": HIDDEN},
     vocab_size=128,
 )
 encoder_decoder.add("t5gemma2")
@@ -59,7 +57,9 @@ def led(model_type: str) -> Recipe:
     return Recipe(config, inputs.text(12) | inputs.decoder_text())
 
 
-@encoder_decoder.architecture("udop")
+@encoder_decoder.architecture(
+    "udop", padding_leaks="It drops the patches that lie under the boxes of padding."
+)
 def udop(model_type: str) -> Recipe:
     bbox = {"bbox": inputs.uniform(2, inputs.TOKENS, 4)}
     return Recipe(tiny(model_type), inputs.text() | bbox | inputs.images() | inputs.decoder_text())
@@ -104,18 +104,3 @@ def wav2vec2_to_bert(model_type: str) -> Recipe:
     encoder = tiny("wav2vec2", **CONVOLUTIONS)
     config = SpeechEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     return Recipe(config, inputs.sounds() | inputs.decoder_text(), "SpeechEncoderDecoderModel")
-
-
-@encoder_decoder.architecture("jev")
-def jev(model_type):
-    config = tiny(model_type)
-    return Recipe(
-        config,
-        {
-            **inputs.text(batch=1),
-            "marks": torch.tensor([[3, 7]]),
-            "num_options": torch.tensor([[2, 2]]),
-            "question_type_ids": torch.tensor([[0, 0]]),
-        },
-        "JevForDecision",
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from tests.zoo.audio import audio
-from tests.zoo.catalogue import Architecture, Recipe
+from tests.zoo.catalogue import Architecture, Catalogue, Recipe
 from tests.zoo.dense import dense
 from tests.zoo.detection import detection
 from tests.zoo.encoder_decoder import encoder_decoder
@@ -35,12 +36,35 @@ _CATALOGUES = (
     time_series,
     decoder,
 )
-_ARCHITECTURES: dict[str, Architecture] = {
-    name: architecture
-    for catalogue in _CATALOGUES
-    for name, architecture in catalogue.architectures.items()
-    if name in CONFIG_MAPPING
-}
+
+
+def select(catalogues: Iterable[Catalogue], known: Container[str]) -> dict[str, Architecture]:
+    """Return the architectures whose model type is known.
+
+    Args:
+        catalogues: Where the architectures are registered.
+        known: The model types that can be built.
+
+    Returns:
+        The architectures by model type, in the order of the catalogues.
+
+    Raises:
+        ValueError: If a model type is registered in two catalogues.
+    """
+    selected: dict[str, Architecture] = {}
+    for catalogue in catalogues:
+        for name, architecture in catalogue.architectures.items():
+            if name in selected:
+                raise ValueError(
+                    f"{name!r} is registered as {selected[name].modality} and as "
+                    f"{catalogue.modality}: remove one."
+                )
+            if name in known:
+                selected[name] = architecture
+    return selected
+
+
+_ARCHITECTURES = select(_CATALOGUES, CONFIG_MAPPING)
 
 NAMES: tuple[str, ...] = tuple(_ARCHITECTURES)
 

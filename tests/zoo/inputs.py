@@ -14,6 +14,7 @@ from tests.zoo.shrink import FIRST_ORDINARY_TOKEN, IMAGE, MEL_BINS, PATCH
 TOKENS = 10
 DECODER_TOKENS = 6
 LARGEST_TOKEN = 100
+PADDING_TOKEN = 1
 
 
 def token_ids(
@@ -37,11 +38,10 @@ def noise(*shape: int, seed: int = 1) -> Tensor:
 
 
 def text(tokens: int = TOKENS, **settings: Any) -> dict[str, Tensor]:
-    """Return token ids with their padding mask."""
-    return {
-        "input_ids": token_ids(tokens, **settings),
-        "attention_mask": padding_mask(tokens, batch=settings.get("batch", 2)),
-    }
+    """Return token ids and their padding mask, both of shape [B, K]."""
+    ids = token_ids(tokens, **settings)
+    mask = padding_mask(tokens, batch=len(ids))
+    return {"input_ids": ids.masked_fill(mask == 0, PADDING_TOKEN), "attention_mask": mask}
 
 
 def images(size: int | tuple[int, int] = IMAGE, *, batch: int = 2) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ POSITIONS = 128
 IMAGE = 32
 PATCH = 8
 MEL_BINS = 16
+WINDOW = 4
 
 # Ids below this one are kept for special tokens and never drawn as ordinary input.
 FIRST_ORDINARY_TOKEN = 5
@@ -32,7 +33,7 @@ TINY: dict[str, int] = {
         "hidden_size hidden_dim d_model dim embed_dim embed_dims emb_dim n_embd embedding_size "
         "encoder_hidden_size decoder_hidden_size output_hidden_size "
         "text_embed_dim projection_dim d_latents qk_channels v_channels out_hidden_size "
-        "conv_dim_out output_dim tdnn_out feature_size",
+        "conv_dim_out output_dim tdnn_out",
     ),
     **_each(
         LAYERS,
@@ -59,6 +60,8 @@ TINY: dict[str, int] = {
     **_each(PATCH, "patch_size"),
     **_each(MEL_BINS, "num_mel_bins"),
     **_each(16, "num_buckets"),
+    # Narrower than the inputs, so that windows do restrict attention.
+    **_each(WINDOW, "sliding_window local_attention"),
 }
 
 
@@ -113,11 +116,13 @@ def _differences(config: PreTrainedConfig) -> dict[str, Any]:
     What follows from the number of layers is left out: the tiny part has fewer.
     """
     usual = vars(type(config)())
-    follows = {"layer_types", "stage_names"}
     return {
         field: value
         for field, value in vars(config).items()
-        if not field.startswith("_") and field not in follows and value != usual.get(field)
+        if not field.startswith("_")
+        and field not in {"layer_types", "stage_names"}
+        and not isinstance(value, PreTrainedConfig)
+        and value != usual.get(field)
     }
 
 

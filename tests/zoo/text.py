@@ -1,9 +1,8 @@
-"""Text encoders, text towers of multimodal models, and two plain decoders."""
+"""Text encoders, text towers of multimodal models, and a few decoders."""
 
 from __future__ import annotations
 
 import torch
-from transformers import CONFIG_MAPPING
 
 from tests.zoo import inputs
 from tests.zoo.catalogue import Catalogue, Recipe
@@ -15,6 +14,7 @@ text.add(
     "albert",
     "bert",
     "bert-generation",
+    "big_bird",
     "camembert",
     "clip_text_model",
     "data2vec-text",
@@ -40,16 +40,20 @@ text.add(
     "squeezebert",
     "tapas",
     "tipsv2_text_model",
-    "ultrabert",
     "xlm",
     "xlm-roberta",
     "xlm-roberta-xl",
     "xlnet",
-    "convbert",
-    "big_bird",
 )
-text.add("fnet", "ibert", "mra", "nystromformer", "yoso")
-text.add("aimv2_text_model", model_class="Aimv2TextModel")
+text.add("fnet", "ibert", "mra")
+text.add("convbert", padding_leaks="Its span convolutions reach into padding.")
+text.add("nystromformer", padding_leaks="Its convolution reaches into padding.")
+text.add("yoso", padding_leaks="It takes masks for -10000 that are the smallest float.")
+text.add(
+    "aimv2_text_model",
+    model_class="Aimv2TextModel",
+    padding_leaks="Under sdpa it is causal only if something is padded.",
+)
 text.add("align_text_model", model_class="AlignTextModel")
 text.add("altclip_text_model", model_class="AltCLIPTextModel")
 text.add("chinese_clip_text_model", model_class="ChineseCLIPTextModel")
@@ -67,13 +71,22 @@ text.add("xclip_text_model", model_class="XCLIPTextModel")
 # The rotary dimension is at least 32.
 text.add("clvp_encoder", model_class="ClvpEncoder", hidden_size=64, num_attention_heads=2)
 
-text.add("canine", num_hash_buckets=64)
+text.add(
+    "canine",
+    num_hash_buckets=64,
+    padding_leaks="It downsamples characters together with padding.",
+)
 text.add("deberta", relative_attention=True, pos_att_type=["c2p", "p2c"])
 text.add("deberta-v2", relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8)
 text.add("markuplm", max_depth=4, xpath_unit_hidden_size=8)
 text.add("openai_privacy_filter", num_local_experts=4)
 # The first and the last layer are convolutions.
-text.add("sam3_lite_text_text_model", num_hidden_layers=4)
+text.add(
+    "sam3_lite_text_text_model",
+    num_hidden_layers=4,
+    padding_leaks="Its convolutions reach into padding.",
+)
+text.add("ultrabert", layer_types=["sliding_attention", "full_attention"])
 text.add("xmod", languages=["en_XX"], default_language="en_XX")
 text.add(
     "funnel",
@@ -81,15 +94,21 @@ text.add(
     block_repeats=[1, 1],
     num_decoder_layers=1,
     model_class="FunnelModel",
+    padding_leaks="It pools tokens together with padding.",
 )
-text.add("mobilebert", embedding_size=16, intra_bottleneck_size=16, num_feedforward_networks=2)
+text.add(
+    "mobilebert",
+    embedding_size=16,
+    intra_bottleneck_size=16,
+    num_feedforward_networks=2,
+    padding_leaks="Each embedding joins those of its neighbours.",
+)
 text.add(
     "neomme",
     embedding_rank=16,
     hidden_size=64,
     num_hidden_layers=3,
     head_dim=32,
-    sliding_window=4,
 )
 text.add(
     "roc_bert",
@@ -192,10 +211,23 @@ def reformer(model_type: str) -> Recipe:
 @text.architecture("embedding_gemma2")
 def embedding_gemma2(model_type: str) -> Recipe:
     # Without a vision part it reads text alone.
-    config = CONFIG_MAPPING[model_type](text_config=tiny("embedding_gemma2_text"))
+    config = tiny(model_type, text_config=tiny("embedding_gemma2_text"))
     return Recipe(config, inputs.text())
 
 
 @text.architecture("t5gemma2_encoder")
 def t5gemma2_encoder(model_type: str) -> Recipe:
     return Recipe(tiny(model_type, text_config={"dropout_rate": 0.0}), inputs.text())
+
+
+@decoder.architecture("jev")
+def jev(model_type: str) -> Recipe:
+    layers = ["linear_attention", "full_attention"]
+    config = tiny(model_type, text_config={"layer_types": layers})
+    # One prompt with two questions of two options, each answered after its mark.
+    questions = {
+        "marks": torch.tensor([[3, 7]]),
+        "num_options": torch.tensor([[2, 2]]),
+        "question_type_ids": torch.tensor([[0, 0]]),
+    }
+    return Recipe(config, inputs.text(batch=1) | questions, "JevForDecision")

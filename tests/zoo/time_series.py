@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from transformers import CONFIG_MAPPING
 
 from tests.zoo import inputs
 from tests.zoo.catalogue import Catalogue, Recipe
-from tests.zoo.shrink import TINY, tiny
+from tests.zoo.shrink import tiny
 
 time_series = Catalogue("time_series")
 
@@ -18,21 +17,12 @@ PREDICTION = 4
 
 @time_series.architecture("autoformer", "informer", "time_series_transformer")
 def forecaster(model_type: str) -> Recipe:
-    sizes = (
-        "d_model",
-        "encoder_layers",
-        "decoder_layers",
-        "encoder_attention_heads",
-        "decoder_attention_heads",
-        "encoder_ffn_dim",
-        "decoder_ffn_dim",
-    )
-    config = CONFIG_MAPPING[model_type](
+    config = tiny(
+        model_type,
         prediction_length=PREDICTION,
         context_length=CONTEXT,
         lags_sequence=[1, LARGEST_LAG],
         num_time_features=1,
-        **{size: TINY[size] for size in sizes},
     )
     observed = CONTEXT + LARGEST_LAG
     return Recipe(

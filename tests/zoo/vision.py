@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tests.zoo import backbones, inputs
@@ -12,10 +14,8 @@ vision = Catalogue("vision")
 
 vision.add(
     "aimv2_vision_model",
-    "beit",
     "chinese_clip_vision_model",
     "clip_vision_model",
-    "data2vec-vision",
     "deit",
     "dinov2",
     "dinov2_with_registers",
@@ -32,6 +32,7 @@ vision.add(
     "vit_msn",
     "vitdet",
 )
+vision.add("beit", "data2vec-vision", use_relative_position_bias=True)
 vision.add("sam_vision_model", "sam_hq_vision_model", output_channels=16)
 vision.add("internvl_vision", "qianfan_ocr_vision", image_size=[32, 32], patch_size=[8, 8])
 vision.add("altclip_vision_model", model_class="AltCLIPVisionModel")
@@ -69,12 +70,12 @@ vision.add(
 vision.add("idefics3_vision", "smolvlm_vision", "granite_docling_vision")
 vision.add("step3p5_vision", model_class="Step3p7VisionModel")
 
-PYRAMID = {
+PYRAMID: dict[str, Any] = {
     "hidden_sizes": [8, 16, 24, 32],
     "depths": [1, 1, 1, 1],
     "num_attention_heads": [1, 2, 3, 4],
 }
-WINDOWS = {
+WINDOWS: dict[str, Any] = {
     "patch_size": 2,
     "embed_dim": 16,
     "depths": [2, 2],
@@ -153,7 +154,7 @@ vision.add(
     patch_stride=[4, 4],
 )
 
-TWO_STAGES = {
+TWO_STAGES: dict[str, Any] = {
     "hidden_sizes": [16, 32],
     "depths": [1, 1],
     "num_attention_heads": [1, 2],
