@@ -78,6 +78,11 @@ def test_leaves_out_what_transformers_lacks() -> None:
     assert list(select([text], known={"bert", "vit"})) == ["bert"]
 
 
+def test_refuses_an_unknown_modality() -> None:
+    with pytest.raises(ValueError, match="smell"):
+        zoo.names("smell")
+
+
 def test_refuses_a_model_type_registered_twice() -> None:
     first, second = Catalogue("text"), Catalogue("vision")
     first.add("bert")

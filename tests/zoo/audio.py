@@ -20,20 +20,20 @@ CONVOLUTIONS = {
 }
 
 
-def mels(
-    frames: int = FRAMES, *, bins: int = MEL_BINS, mask: str | None = None
-) -> dict[str, Tensor]:
+def mels(count: int = FRAMES, *, mask: str | None = None) -> dict[str, Tensor]:
     """Return log-mel spectrograms with time last, and a mask if its argument is named."""
-    features = {"input_features": inputs.noise(2, bins, frames)}
-    return features | ({mask: inputs.padding_mask(frames, padded=8)} if mask else {})
+    features = {"input_features": inputs.noise(2, MEL_BINS, count)}
+    return features | ({mask: inputs.padding_mask(count, padded=8)} if mask else {})
 
 
 def frames(
-    count: int = FRAMES, *, width: int = MEL_BINS, mask: str | None = "attention_mask"
+    count: int = FRAMES, *, width: int = MEL_BINS, mask: str = "attention_mask"
 ) -> dict[str, Tensor]:
     """Return acoustic features with time first, and their mask."""
-    features = {"input_features": inputs.noise(2, count, width)}
-    return features | ({mask: inputs.padding_mask(count, padded=8)} if mask else {})
+    return {
+        "input_features": inputs.noise(2, count, width),
+        mask: inputs.padding_mask(count, padded=8),
+    }
 
 
 @audio.architecture(
@@ -205,11 +205,6 @@ def gemma4_audio(model_type: str) -> Recipe:
     return Recipe(config, {"input_features": inputs.noise(2, 64, 128), "attention_mask": mask})
 
 
-@audio.architecture("clap_audio_model")
-def clap_audio(model_type: str) -> Recipe:
-    return Recipe(tiny(model_type, **CLAP_AUDIO), clap_sounds(), "ClapAudioModel")
-
-
 CLAP_AUDIO = {
     "window_size": 4,
     "spec_size": 64,
@@ -226,6 +221,11 @@ def clap_sounds() -> dict[str, Tensor]:
     return {"input_features": inputs.noise(2, 1, 256, MEL_BINS)}
 
 
+@audio.architecture("clap_audio_model")
+def clap_audio(model_type: str) -> Recipe:
+    return Recipe(tiny(model_type, **CLAP_AUDIO), clap_sounds(), "ClapAudioModel")
+
+
 @audio.architecture("mimi_encoder")
 def mimi(model_type: str) -> Recipe:
     config = tiny(
@@ -239,7 +239,8 @@ def mimi(model_type: str) -> Recipe:
         codebook_dim=8,
         vector_quantization_hidden_dimension=8,
     )
-    return Recipe(config, {"input_values": inputs.noise(2, 1, 800)})
+    padding = inputs.padding_mask(800, padded=240)[:, None]
+    return Recipe(config, {"input_values": inputs.noise(2, 1, 800), "padding_mask": padding})
 
 
 @audio.architecture("pe_audio_encoder")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
 from transformers import (
-    Dinov2Config,
-    PreTrainedConfig,
     SuperPointConfig,
     VitDetConfig,
     VitPoseBackboneConfig,
@@ -12,42 +11,26 @@ from transformers import (
 
 from tests.zoo import backbones, inputs
 from tests.zoo.catalogue import Catalogue, Recipe
-from tests.zoo.shrink import HIDDEN, IMAGE, PATCH, shrink, tiny
+from tests.zoo.shrink import HIDDEN, IMAGE, shrink, tiny
 
 dense = Catalogue("dense")
 
-ALL_LAYERS = [1, 2, 3, 4]
+# Every layer of the backbone is passed on.
+FOUR_LAYERS = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}
 NECK = [8, 16, 24, 32]
 
 
-@dense.architecture("depth_anything")
+@dense.architecture("depth_anything", "prompt_depth_anything")
 def depth_anything(model_type: str) -> Recipe:
     config = tiny(
         model_type,
-        backbone_config=dinov2(),
+        backbone_config=FOUR_LAYERS,
         reassemble_hidden_size=HIDDEN,
         neck_hidden_sizes=NECK,
         fusion_hidden_size=16,
     )
-    return Recipe(config, inputs.images(), "DepthAnythingForDepthEstimation")
-
-
-def dinov2() -> PreTrainedConfig:
-    """Return a backbone of four layers that passes on the tokens of each."""
-    return shrink(
-        Dinov2Config, num_hidden_layers=4, out_indices=ALL_LAYERS, reshape_hidden_states=False
-    )
-
-
-@dense.architecture("prompt_depth_anything")
-def prompt_depth_anything(model_type: str) -> Recipe:
-    config = tiny(
-        model_type,
-        backbone_config=dinov2(),
-        reassemble_hidden_size=HIDDEN,
-        neck_hidden_sizes=NECK,
-        fusion_hidden_size=16,
-    )
+    if model_type == "depth_anything":
+        return Recipe(config, inputs.images(), "DepthAnythingForDepthEstimation")
     prompt = {"prompt_depth": inputs.uniform(2, 1, 8, 8)}
     return Recipe(config, inputs.images() | prompt, "PromptDepthAnythingForDepthEstimation")
 
@@ -56,12 +39,7 @@ def prompt_depth_anything(model_type: str) -> Recipe:
 def zoedepth(model_type: str) -> Recipe:
     config = tiny(
         model_type,
-        backbone_config={
-            "num_hidden_layers": 4,
-            "out_indices": ALL_LAYERS,
-            "reshape_hidden_states": False,
-            "use_absolute_position_embeddings": False,
-        },
+        backbone_config=FOUR_LAYERS,
         neck_hidden_sizes=NECK,
         fusion_hidden_size=16,
         bottleneck_features=16,
@@ -75,13 +53,7 @@ def zoedepth(model_type: str) -> Recipe:
 def chmv2(model_type: str) -> Recipe:
     config = tiny(
         model_type,
-        backbone_config={
-            "num_hidden_layers": 4,
-            "out_indices": ALL_LAYERS,
-            "reshape_hidden_states": True,
-            "apply_layernorm": True,
-            "return_class_token": True,
-        },
+        backbone_config=FOUR_LAYERS,
         post_process_channels=NECK,
         fusion_hidden_size=16,
         head_hidden_size=8,
@@ -94,12 +66,7 @@ def chmv2(model_type: str) -> Recipe:
 def tipsv2_dpt(model_type: str) -> Recipe:
     config = tiny(
         model_type,
-        backbone_config={
-            "num_hidden_layers": 4,
-            "out_indices": ALL_LAYERS,
-            "reshape_hidden_states": False,
-            "apply_layernorm": True,
-        },
+        backbone_config=FOUR_LAYERS,
         neck_hidden_sizes=NECK,
         fusion_hidden_size=16,
         num_depth_bins=8,
@@ -141,14 +108,7 @@ def vitpose(model_type: str) -> Recipe:
 
 @dense.architecture("depth_pro")
 def depth_pro(model_type: str) -> Recipe:
-    tower = {
-        "image_size": IMAGE,
-        "patch_size": PATCH,
-        "num_hidden_layers": 3,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": 4,
-        "use_fov_model": False,
-    }
+    tower = {"num_hidden_layers": 3}
     config = tiny(
         model_type,
         image_model_config=tower,
@@ -164,11 +124,13 @@ def depth_pro(model_type: str) -> Recipe:
     return Recipe(config, inputs.images(4 * IMAGE))
 
 
-def image_pairs(size: int) -> dict:
+def image_pairs(size: int) -> dict[str, Tensor]:
+    """Return pairs of images to be matched. Shape [B, 2, 3, height, width]."""
     return {"pixel_values": inputs.noise(2, 2, 3, size, size)}
 
 
-def superpoint() -> PreTrainedConfig:
+def superpoint() -> SuperPointConfig:
+    """Return a detector that passes on the twelve best keypoints."""
     return SuperPointConfig(
         encoder_hidden_sizes=[8, 8, 8, 8],
         decoder_hidden_size=16,

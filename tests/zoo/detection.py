@@ -15,7 +15,6 @@ from tests.zoo.shrink import FEED_FORWARD, HEADS, HIDDEN, LAYERS, shrink, tiny
 detection = Catalogue("detection")
 
 SIZE = 64
-LAST_STAGE = ("stage4",)
 THREE_STAGES = ("stage2", "stage3", "stage4")
 FOUR_STAGES = ("stage1", *THREE_STAGES)
 
@@ -27,27 +26,24 @@ def padded_images(size: int = SIZE) -> dict[str, Tensor]:
     return inputs.images(size) | {"pixel_mask": mask}
 
 
-def detr_config(model_type: str, *stages: str, **overrides: Any) -> Any:
-    """Return a DETR-like configuration on a ResNet that passes on the named stages."""
-    return tiny(
-        model_type,
-        backbone_config=backbones.resnet(*stages),
-        num_queries=5,
-        **overrides,
-    )
-
-
 @detection.architecture("conditional_detr", "dab-detr", "detr", "table-transformer")
 def detr(model_type: str) -> Recipe:
-    return Recipe(detr_config(model_type, *LAST_STAGE), padded_images())
+    backbone = backbones.resnet("stage4")
+    return Recipe(tiny(model_type, backbone_config=backbone, num_queries=5), padded_images())
 
 
 @detection.architecture("deformable_detr")
 def deformable_detr(model_type: str) -> Recipe:
-    return Recipe(detr_config(model_type, *THREE_STAGES, num_feature_levels=3), padded_images())
+    config = tiny(
+        model_type,
+        backbone_config=backbones.resnet(*THREE_STAGES),
+        num_queries=5,
+        num_feature_levels=3,
+    )
+    return Recipe(config, padded_images())
 
 
-RT_DETR = {
+RT_DETR: dict[str, Any] = {
     "encoder_hidden_dim": HIDDEN,
     "encoder_in_channels": backbones.WIDTHS[1:],
     "decoder_in_channels": [HIDDEN] * 3,
@@ -84,7 +80,7 @@ def grounding_dino(model_type: str) -> Recipe:
 
 @detection.architecture("maskformer")
 def maskformer(model_type: str) -> Recipe:
-    decoder = shrink(DetrConfig, num_queries=5, backbone_config=backbones.resnet(*LAST_STAGE))
+    decoder = shrink(DetrConfig, num_queries=5, backbone_config=backbones.resnet("stage4"))
     config = tiny(
         model_type,
         backbone_config=backbones.swin(*FOUR_STAGES),
@@ -162,7 +158,7 @@ def deimv2(model_type: str) -> Recipe:
     return Recipe(config, padded_images())
 
 
-DETR_DECODER = {
+DETR_DECODER: dict[str, Any] = {
     "decoder_self_attention_heads": HEADS,
     "decoder_cross_attention_heads": HEADS,
     "num_queries": 10,

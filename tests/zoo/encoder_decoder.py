@@ -54,7 +54,8 @@ def led(model_type: str) -> Recipe:
         max_decoder_position_embeddings=64,
         attention_window=4,
     )
-    return Recipe(config, inputs.text(12) | inputs.decoder_text())
+    global_attention = {"global_attention_mask": inputs.first_token(12)}
+    return Recipe(config, inputs.text(12) | global_attention | inputs.decoder_text())
 
 
 @encoder_decoder.architecture(

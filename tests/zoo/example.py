@@ -82,7 +82,8 @@ class Example:
         modality: Name of the catalogue, e.g. "text".
         model: The model, in eval mode.
         inputs: Arguments of its forward pass: two examples, the second one padded wherever
-            the architecture takes a mask.
+            the architecture takes a mask. The forward passes of big_bird, bigbird_pegasus,
+            informer, reformer, vilt and vits draw random numbers: seed before comparing.
         padding_leaks: Why the outputs of real tokens depend on padding; None if they do not.
     """
 
@@ -116,8 +117,22 @@ class Example:
 
 
 def names(*modalities: str) -> tuple[str, ...]:
-    """Return the names of the architectures of some modalities."""
-    return tuple(n for n, a in _ARCHITECTURES.items() if a.modality in modalities)
+    """Return the names of the architectures of some modalities.
+
+    Args:
+        *modalities: Names of catalogues: "text", "vision", "video", "packed_vision", "audio",
+            "multimodal", "encoder_decoder", "detection", "dense", "time_series", "decoder".
+
+    Returns:
+        The names in the order of `NAMES`.
+
+    Raises:
+        ValueError: If there is no such catalogue.
+    """
+    known = {catalogue.modality for catalogue in _CATALOGUES}
+    if unknown := set(modalities) - known:
+        raise ValueError(f"No modality {sorted(unknown)}: choose from {sorted(known)}.")
+    return tuple(name for name, entry in _ARCHITECTURES.items() if entry.modality in modalities)
 
 
 def build(
@@ -131,7 +146,9 @@ def build(
     Args:
         name: One of `NAMES`.
         attn_implementation: "eager", "sdpa", ...; None leaves the choice to transformers.
-        dtype: Type of parameters and floating-point inputs; None means float32.
+        dtype: Type of parameters and floating-point inputs; None means float32. In float64,
+            autoformer, dab-detr, fastspeech2_conformer, gemma4_audio, kosmos-2 and mra cannot
+            run: they mix in float32.
 
     Returns:
         The example.
@@ -145,7 +162,10 @@ def build(
     inputs = recipe.inputs or default_inputs(model, recipe.config)
     if dtype is not None:
         model = model.to(dtype)
-        inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+        inputs = {
+            argument: value.to(dtype) if value.is_floating_point() else value
+            for argument, value in inputs.items()
+        }
     return Example(name, architecture.modality, model, dict(inputs), architecture.padding_leaks)
 
 

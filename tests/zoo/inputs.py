@@ -1,15 +1,14 @@
-"""Default inputs: two sequences, the second one padded; two images; two sounds."""
+"""Inputs: two texts, images, videos or sounds, the second one padded where that can be."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tests.zoo.shrink import FIRST_ORDINARY_TOKEN, IMAGE, MEL_BINS, PATCH
+from tests.zoo.shrink import FIRST_ORDINARY_TOKEN, IMAGE, PATCH
 
 TOKENS = 10
 DECODER_TOKENS = 6
@@ -20,7 +19,7 @@ PADDING_TOKEN = 1
 def token_ids(
     tokens: int = TOKENS, *, batch: int = 2, largest: int = LARGEST_TOKEN, seed: int = 0
 ) -> Tensor:
-    """Return random ordinary token ids. Shape [B, K]."""
+    """Return random ids of ordinary tokens, below `largest`. Shape [B, K]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(FIRST_ORDINARY_TOKEN, largest, (batch, tokens), generator=generator)
 
@@ -32,60 +31,43 @@ def padding_mask(tokens: int = TOKENS, *, batch: int = 2, padded: int = 3) -> Te
     return mask
 
 
+def first_token(tokens: int) -> Tensor:
+    """Return a 0/1 mask of the first token of each example. Shape [B, K]."""
+    mask = torch.zeros(2, tokens, dtype=torch.long)
+    mask[:, 0] = 1
+    return mask
+
+
+def image_places() -> Tensor:
+    """Return a 0/1 mask of the four tokens that stand for an image. Shape [B, K]."""
+    mask = torch.zeros(2, TOKENS, dtype=torch.long)
+    mask[:, 1:5] = 1
+    return mask
+
+
 def noise(*shape: int, seed: int = 1) -> Tensor:
     """Return standard normal values of the given shape."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def text(tokens: int = TOKENS, **settings: Any) -> dict[str, Tensor]:
-    """Return token ids and their padding mask, both of shape [B, K]."""
-    ids = token_ids(tokens, **settings)
-    mask = padding_mask(tokens, batch=len(ids))
-    return {"input_ids": ids.masked_fill(mask == 0, PADDING_TOKEN), "attention_mask": mask}
-
-
-def images(size: int | tuple[int, int] = IMAGE, *, batch: int = 2) -> dict[str, Tensor]:
-    """Return images. Shape [B, 3, height, width]."""
-    height, width = (size, size) if isinstance(size, int) else size
-    return {"pixel_values": noise(batch, 3, height, width)}
-
-
-def default_inputs(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Return inputs for a model that follows transformers' naming conventions.
-
-    Args:
-        model: The model to be run.
-        config: Its configuration, for image sizes.
-
-    Returns:
-        One tensor per argument of `forward` that the model needs.
-    """
-    accepted = inspect.signature(model.forward).parameters
-    main = model.main_input_name
-    inputs: dict[str, Tensor] = {}
-    if "input_ids" in accepted:
-        inputs |= text()
-        if "attention_mask" not in accepted:
-            del inputs["attention_mask"]
-    pixels = accepted.get("pixel_values")
-    if pixels and (
-        main == "pixel_values" or pixels.default is pixels.empty or hasattr(config, "vision_config")
-    ):
-        vision = getattr(config, "vision_config", config)
-        size = getattr(vision, "image_size", IMAGE)
-        inputs |= images(size if isinstance(size, int) else tuple(size))
-    if main == "input_values":
-        inputs["input_values"] = noise(2, 1200)
-    if main == "input_features":
-        inputs["input_features"] = noise(2, 64, MEL_BINS)
-    if "decoder_input_ids" in accepted and config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = token_ids(DECODER_TOKENS)
-    return inputs
-
-
 def uniform(*shape: int, seed: int = 1) -> Tensor:
     """Return values of the given shape, uniform in [0, 1)."""
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def text(
+    tokens: int = TOKENS, *, batch: int = 2, largest: int = LARGEST_TOKEN
+) -> dict[str, Tensor]:
+    """Return token ids and their padding mask, both of shape [B, K]."""
+    ids = token_ids(tokens, batch=batch, largest=largest)
+    mask = padding_mask(tokens, batch=batch)
+    return {"input_ids": ids.masked_fill(mask == 0, PADDING_TOKEN), "attention_mask": mask}
+
+
+def images(size: int | tuple[int, int] = IMAGE) -> dict[str, Tensor]:
+    """Return images. Shape [B, 3, height, width]."""
+    height, width = (size, size) if isinstance(size, int) else size
+    return {"pixel_values": noise(2, 3, height, width)}
 
 
 def video(*, frames: int, size: int = IMAGE, batch: int = 2) -> dict[str, Tensor]:
@@ -124,3 +106,31 @@ def sounds(samples: int = 800, *, padded: int = 240) -> dict[str, Tensor]:
 def decoder_text() -> dict[str, Tensor]:
     """Return token ids for a decoder. Shape [B, Q]."""
     return {"decoder_input_ids": token_ids(DECODER_TOKENS, seed=4)}
+
+
+def default_inputs(model: PreTrainedModel, config: PreTrainedConfig) -> dict[str, Tensor]:
+    """Return text, images or both for a model that follows transformers' naming conventions.
+
+    Args:
+        model: The model to be run.
+        config: Its configuration, for the size of images.
+
+    Returns:
+        Arguments of ``forward``: token ids and their mask, images, token ids of the decoder.
+    """
+    accepted = inspect.signature(model.forward).parameters
+    inputs: dict[str, Tensor] = {}
+    if "input_ids" in accepted:
+        inputs |= {name: value for name, value in text().items() if name in accepted}
+    vision = getattr(config, "vision_config", config)
+    pixels = accepted.get("pixel_values")
+    if pixels and (
+        model.main_input_name == "pixel_values"
+        or pixels.default is pixels.empty
+        or vision is not config
+    ):
+        size = getattr(vision, "image_size", IMAGE)
+        inputs |= images(size if isinstance(size, int) else tuple(size))
+    if "decoder_input_ids" in accepted and config.is_encoder_decoder:
+        inputs |= decoder_text()
+    return inputs

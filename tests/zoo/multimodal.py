@@ -8,9 +8,11 @@ from transformers import BertConfig, VisionTextDualEncoderConfig, ViTConfig
 from tests.zoo import backbones, inputs
 from tests.zoo.audio import CLAP_AUDIO, clap_sounds
 from tests.zoo.catalogue import Catalogue, Recipe
-from tests.zoo.shrink import HIDDEN, IMAGE, shrink, tiny
+from tests.zoo.shrink import FIRST_ORDINARY_TOKEN, HIDDEN, IMAGE, MEL_BINS, shrink, tiny
 
 multimodal = Catalogue("multimodal")
+
+SOUND_TOKEN = FIRST_ORDINARY_TOKEN - 1
 
 multimodal.add(
     "altclip",
@@ -23,7 +25,6 @@ multimodal.add(
     "owlv2",
     "owlvit",
     "tipsv2",
-    "visual_bert",
 )
 multimodal.add(
     "aimv2", padding_leaks="Under sdpa its text tower is causal only if something is padded."
@@ -35,7 +36,6 @@ multimodal.add(
     vision_config={"hidden_dim": 64, "width_coefficient": 0.2, "depth_coefficient": 0.2},
     projection_dim=64,
 )
-multimodal.add("granite_speech", "kosmos-2.5")
 
 
 def whole_images() -> dict[str, torch.Tensor]:
@@ -88,7 +88,10 @@ def videoprism(model_type: str) -> Recipe:
 @multimodal.architecture("blip_2_qformer", "instructblip_qformer", "instructblipvideo_qformer")
 def qformer(model_type: str) -> Recipe:
     config = tiny(model_type)
-    states = {"encoder_hidden_states": inputs.noise(2, 9, config.encoder_hidden_size)}
+    states = {
+        "encoder_hidden_states": inputs.noise(2, 9, config.encoder_hidden_size),
+        "encoder_attention_mask": inputs.padding_mask(9),
+    }
     queries = {"query_embeds": inputs.noise(2, 6, HIDDEN, seed=2)}
     if model_type == "blip_2_qformer":
         return Recipe(config, queries | states)
@@ -193,8 +196,40 @@ def pix2struct(model_type: str) -> Recipe:
 @multimodal.architecture("kosmos-2")
 def kosmos2(model_type: str) -> Recipe:
     config = tiny(model_type, latent_query_num=4)
-    # The first tokens after the start stand for the image.
-    places = torch.zeros(2, inputs.TOKENS, dtype=torch.long)
-    places[:, 1:5] = 1
-    places_mask = {"image_embeds_position_mask": places}
-    return Recipe(config, inputs.text() | inputs.images() | places_mask)
+    places = {"image_embeds_position_mask": inputs.image_places()}
+    return Recipe(config, inputs.text() | inputs.images() | places)
+
+
+@multimodal.architecture("kosmos-2.5")
+def kosmos2_5(model_type: str) -> Recipe:
+    config = tiny(model_type, latent_query_num=4, vision_config={"patch_embed_hidden_size": 48})
+    patches = inputs.flattened_patches(48)["flattened_patches"]
+    return Recipe(
+        config,
+        inputs.text()
+        | {"flattened_patches": patches, "image_embeds_position_mask": inputs.image_places()},
+    )
+
+
+@multimodal.architecture("visual_bert")
+def visual_bert(model_type: str) -> Recipe:
+    regions = {
+        "visual_embeds": inputs.noise(2, 5, 16),
+        "visual_attention_mask": inputs.padding_mask(5, padded=1),
+    }
+    return Recipe(tiny(model_type, visual_embedding_dim=16), inputs.text() | regions)
+
+
+@multimodal.architecture("granite_speech", "granite_speech_plus")
+def granite_speech(model_type: str) -> Recipe:
+    # Each window of four frames becomes two tokens: eight frames fill the four places.
+    config = tiny(
+        model_type,
+        encoder_config={"input_dim": MEL_BINS, "context_size": 8, "output_dim": 16},
+        window_size=4,
+        downsample_rate=2,
+        audio_token_index=SOUND_TOKEN,
+    )
+    text = inputs.text()
+    text["input_ids"][:, 1:5] = SOUND_TOKEN
+    return Recipe(config, text | {"input_features": inputs.noise(2, 8, MEL_BINS)})

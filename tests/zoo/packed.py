@@ -15,7 +15,7 @@ packed = Catalogue("packed_vision")
 GRID = torch.tensor([[1, 4, 4], [1, 4, 4]])
 PATCHES = int(GRID.prod(dim=1).sum())
 PIXELS = 3 * PATCH * PATCH
-# Still images are repeated to fill one step of two frames.
+# Where time steps hold two frames, still images are repeated.
 PIXELS_OF_TWO_FRAMES = 2 * PIXELS
 
 

@@ -157,11 +157,9 @@ def lilt(model_type: str) -> Recipe:
 
 @text.architecture("longformer")
 def longformer(model_type: str) -> Recipe:
-    global_attention = torch.zeros(2, 12, dtype=torch.long)
-    global_attention[:, 0] = 1
     return Recipe(
         tiny(model_type, attention_window=4),
-        inputs.text(12) | {"global_attention_mask": global_attention},
+        inputs.text(12) | {"global_attention_mask": inputs.first_token(12)},
     )
 
 
@@ -174,7 +172,7 @@ def luke(model_type: str) -> Recipe:
     mentions = torch.tensor([[1, 2, -1], [3, -1, -1]])
     entities = {
         "entity_ids": torch.tensor([[1, 2], [3, 4]]),
-        "entity_attention_mask": torch.ones(2, 2, dtype=torch.long),
+        "entity_attention_mask": inputs.padding_mask(2, padded=1),
         "entity_position_ids": mentions.expand(2, 2, 3).contiguous(),
     }
     return Recipe(config, inputs.text() | entities)

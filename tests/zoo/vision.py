@@ -21,6 +21,7 @@ vision.add(
     "dinov2_with_registers",
     "dinov3_vit",
     "dpt",
+    "granite_docling_vision",
     "ijepa",
     "mlcd_vision_model",
     "pixio",
@@ -57,7 +58,6 @@ vision.add(
 vision.add("metaclip_2_vision_model", model_class="MetaClip2VisionModel")
 vision.add("owlv2_vision_model", model_class="Owlv2VisionModel")
 vision.add("owlvit_vision_model", model_class="OwlViTVisionModel")
-vision.add("phi4_multimodal_vision", model_class="Phi4MultimodalVisionModel")
 vision.add(
     "pp_formulanet_vision",
     model_class="PPFormulaNetVisionModel",
@@ -67,7 +67,6 @@ vision.add(
     post_conv_out_channels=16,
     decoder_hidden_size=16,
 )
-vision.add("idefics3_vision", "smolvlm_vision", "granite_docling_vision")
 vision.add("step3p5_vision", model_class="Step3p7VisionModel")
 
 PYRAMID: dict[str, Any] = {
@@ -164,6 +163,14 @@ TWO_STAGES: dict[str, Any] = {
 }
 vision.add("pvt", sequence_reduction_ratios=[2, 1], patch_sizes=[4, 2], **TWO_STAGES)
 vision.add("pvt_v2", sr_ratios=[2, 1], patch_sizes=[7, 3], **TWO_STAGES)
+
+
+def padded_patches() -> dict[str, torch.Tensor]:
+    """Return a boolean mask: the last column of patches of the second image is padding."""
+    side = IMAGE // PATCH
+    mask = torch.ones(2, side, side, dtype=torch.bool)
+    mask[1, :, -1] = False
+    return {"patch_attention_mask": mask}
 
 
 @vision.architecture("vit_mae")
@@ -306,3 +313,14 @@ def text_line_recogniser(model_type: str) -> Recipe:
     }
     config = tiny(model_type, backbone_config=backbone, head_out_channels=32)
     return Recipe(config, inputs.images((48, 64)))
+
+
+@vision.architecture("idefics3_vision", "smolvlm_vision")
+def idefics3(model_type: str) -> Recipe:
+    return Recipe(tiny(model_type), inputs.images() | padded_patches())
+
+
+@vision.architecture("phi4_multimodal_vision")
+def phi4_vision(model_type: str) -> Recipe:
+    images = inputs.images() | padded_patches()
+    return Recipe(tiny(model_type), images, "Phi4MultimodalVisionModel")
