@@ -194,8 +194,7 @@ def gemma3n_audio(model_type: str) -> Recipe:
 def gemma4_audio(model_type: str) -> Recipe:
     config = tiny(
         model_type,
-        # The first convolution has one channel per mel bin of the 128 that are fixed.
-        hidden_size=128,
+        # The model takes the first number of channels for the number of mel bins.
         subsampling_conv_channels=[128, 4],
         output_proj_dims=32,
         attention_chunk_size=4,

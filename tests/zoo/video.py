@@ -9,7 +9,7 @@ from tests.zoo.shrink import IMAGE, PATCH, tiny
 video = Catalogue("video")
 
 # The two images of the batch are the two frames of one video.
-video.add("xclip_vision_model", model_class="XCLIPVisionModel", num_frames=2, mit_hidden_size=32)
+video.add("xclip_vision_model", model_class="XCLIPVisionModel", num_frames=2)
 
 
 @video.architecture("videomae")
