@@ -30,6 +30,7 @@ ALLOWED = {
 }
 UPPER = {  # parts that people meet; lower ones must not know them
     "lens": {"errors", "capture", "model", "observers", "report"},
+    "verdict": None,
     "heads": None,
     "training": None,
     "corpus": None,

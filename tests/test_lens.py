@@ -180,10 +180,14 @@ def test_no_forward_is_a_warning() -> None:
 
 def test_a_model_without_attention_is_refused() -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "vocab_size": 20}
-    with pytest.raises(UnsupportedAttentionError, match="FNetModel"):
-        Lens(hf.FNetModel(hf.FNetConfig(**sizes)))
-    with pytest.raises(UnsupportedAttentionError, match="Linear"):
-        Lens(nn.Linear(3, 3))
+    model = hf.FNetModel(hf.FNetConfig(**sizes))
+    with pytest.raises(UnsupportedAttentionError, match=r"encoder.layer.0.fourier \(FNetFourier"):
+        with Lens(model):
+            model(torch.tensor([[1, 2, 3]]))
+    assert is_clean(model)
+    linear = nn.Linear(3, 3)
+    with pytest.raises(UnsupportedAttentionError, match="Linear"), Lens(linear):
+        linear(torch.zeros(1, 3))
 
 
 class OneOfTwo(nn.Module):
