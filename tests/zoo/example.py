@@ -101,7 +101,10 @@ class Example:
             tokens or its outputs depend on padding.
         """
         mask = self.inputs.get("attention_mask")
-        if mask is None or "input_ids" not in self.inputs or self.padding_leaks:
+        if mask is None or self.padding_leaks:
+            return None
+        tokens = [v for k, v in self.inputs.items() if k != "attention_mask"]
+        if not any(value.shape[:2] == mask.shape for value in tokens):
             return None
         return [self._single(row, int(length)) for row, length in enumerate(mask.sum(dim=1))]
 

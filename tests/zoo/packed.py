@@ -72,9 +72,15 @@ def pixel_rows(model_type: str) -> Recipe:
     return Recipe(tiny(model_type), patches(PIXELS, argument="pixel_values"))
 
 
-@packed.architecture("muse_glimmer_vision", "muse_spark_vision", "lfm3_vl_vision")
+@packed.architecture("muse_glimmer_vision", "muse_spark_vision")
 def two_frame_pixel_rows(model_type: str) -> Recipe:
     return Recipe(tiny(model_type), patches(PIXELS_OF_TWO_FRAMES, argument="pixel_values"))
+
+
+@packed.architecture("lfm3_vl_vision")
+def convolutions_then_attention(model_type: str) -> Recipe:
+    config = tiny(model_type, layer_types=["conv", "full_attention"])
+    return Recipe(config, patches(PIXELS_OF_TWO_FRAMES, argument="pixel_values"))
 
 
 @packed.architecture("minimax_m3_vl_vision")

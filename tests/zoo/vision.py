@@ -312,7 +312,8 @@ def text_line_recogniser(model_type: str) -> Recipe:
         "stage_numb_of_layers": [1, 1, 1, 1],
     }
     config = tiny(model_type, backbone_config=backbone, head_out_channels=32)
-    return Recipe(config, inputs.images((48, 64)))
+    # The model alone is convolutional; attention is in the recogniser's encoder.
+    return Recipe(config, inputs.images((48, 64)), "PPOCRV5ServerRecForTextRecognition")
 
 
 @vision.architecture("idefics3_vision", "smolvlm_vision")
