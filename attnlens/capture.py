@@ -222,6 +222,12 @@ class Capture:
         """Whether `context` is `A V` to float32 precision: wide enough and without dropout."""
         return self.dropout == 0 and self.context.dtype in (torch.float32, torch.float64)
 
+    @property
+    def streams(self) -> bool:
+        """Whether A follows from queries, keys, mask and bias alone, row by row."""
+        seen = self.observed is not None or self.query is None
+        return not seen and self.softcap is None and self.sinks is None
+
     def attention(self, rows: slice | None = None) -> Tensor:
         """Return A, before dropout, as the implementation that ran computed it.
 
