@@ -7,6 +7,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import attnlens
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -22,6 +24,7 @@ def test_the_wheel_holds_the_package_and_its_data(tmp_path):
         if path.suffix == ".py" or path.name in ("py.typed", "paragraphs.txt")
     }
     assert {"attnlens/py.typed", "attnlens/demo/paragraphs.txt"} <= sources <= names
-    assert {name.split("/")[0] for name in names} == {"attnlens", "attnlens-0.1.0.dist-info"}
-    entry_points = zipfile.ZipFile(wheel).read("attnlens-0.1.0.dist-info/entry_points.txt")
+    info = f"attnlens-{attnlens.__version__}.dist-info"
+    assert {name.split("/")[0] for name in names} == {"attnlens", info}
+    entry_points = zipfile.ZipFile(wheel).read(f"{info}/entry_points.txt")
     assert b"attnlens = attnlens.cli:main" in entry_points

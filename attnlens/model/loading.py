@@ -153,9 +153,14 @@ def load_text_model(name: str) -> TextModel:
         InputError: if there is no such model, it cannot be loaded, or it does not read text.
     """
     local = _is_folder(name)
+    options: dict[str, Any] = {"trust_remote_code": False}
     with _quietly(local):
-        model = _reader(_load(AutoModel, "model", name, local), name)
-        tokenizer = _load(AutoTokenizer, "tokenizer", name, local)
+        with _failing_to_load("model", name, local):
+            loaded, report = AutoModel.from_pretrained(name, output_loading_info=True, **options)
+        with _failing_to_load("tokenizer", name, local):
+            tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    _warn_of_missing(name, report["missing_keys"])
+    model = _reader(loaded, name)
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise InputError(
             f"{name} has no tokenizer: only special tokens were found. Put the files of the "
@@ -179,19 +184,14 @@ def _is_folder(name: str) -> bool:
     return False
 
 
-def _load(auto: Any, what: str, name: str, local: bool) -> Any:
-    """Call `from_pretrained`, with every failure as an InputError."""
-    options = {"output_loading_info": True} if auto is AutoModel else {}
+@contextmanager
+def _failing_to_load(what: str, name: str, local: bool) -> Iterator[None]:
+    """Turn whatever `from_pretrained` raises into an InputError."""
     try:
-        loaded = auto.from_pretrained(name, trust_remote_code=False, **options)
+        yield
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(f"Cannot load the {what} of {name}: {lines[0]}{_advice(local)}") from error
-    if auto is not AutoModel:
-        return loaded
-    model, report = loaded
-    _warn_of_missing(name, report["missing_keys"])
-    return model
 
 
 def _advice(local: bool) -> str:
@@ -210,7 +210,7 @@ def _warn_of_missing(name: str, missing: Sequence[str]) -> None:
             f"{len(invented)} weights are missing in {name} and were initialised at random, "
             f"first {invented[0]}. What follows does not describe a trained model.",
             AttnLensWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
