@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -90,41 +90,72 @@ class OutputProjection:
 
 
 @dataclass(frozen=True, eq=False)
+class LayerCapture:
+    """One call of one Transformer layer on the residual stream; tensors are detached.
+
+    Attributes:
+        name: qualified name of the layer's module.
+        stack: the name with its indices replaced by `*`.
+        layer: index in its stack, counted by call where a module is shared.
+        hidden: `[B, K, M]`, what entered the layer.
+        output: `[B, K, M]`, what left it.
+        mask: `[B, K]` bool, the real tokens.
+        rerun: the layer as a function of its hidden state alone, every other argument as it was;
+            it may be called any number of times, writes no cache and is seen by no lens.
+    """
+
+    name: str
+    stack: str
+    layer: int
+    hidden: Tensor
+    output: Tensor
+    mask: Tensor
+    rerun: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
 class Capture:
     """One attention call of one site, exactly as the model ran it; every tensor is detached.
 
     Attributes:
         site: qualified name of the attention module.
-        layer: index of the layer in its stack, counted by call where a module is shared.
-        stack: the site's name with its indices replaced by `*`; layers count within a stack.
-        kind: `"encoder"` or `"decoder"` self-attention, or `"cross"`.
-        call: index of this call among those of the same layer in one forward (packed sequences).
-        query: `[B, H, Q, D]`, after any rotary embedding or norm.
-        grouped_key: `[B, Hkv, K, D]`, not repeated for grouped queries.
         grouped_value: `[B, Hkv, K, D]`, exactly as multiplied by A, bias included.
         context: `[B, H, Q, D]`, the output `O`; `attention() @ value` unless dropout acted.
         masking: mask, bias and causal rule.
-        scaling: factor on the logits.
+        layer: index of the layer in its stack, counted by call where a module is shared.
+        stack: the site's name with its indices replaced by `*`; layers count within a stack.
+        kind: `"encoder"` or `"decoder"` self-attention, or `"cross"`.
+        call: index of this call among those of the same layer in one forward (packed sequences,
+            several products).
+        windows: how many windows or blocks of one example are folded into B; 1 where B counts
+            examples.
+        query: `[B, H, Q, D]`, after any rotary embedding or norm; None where only A was seen.
+        grouped_key: `[B, Hkv, K, D]`, not repeated for grouped queries; None likewise.
+        scaling: factor on the logits; None likewise.
         dropout: dropout probability that acted on A in this call; 0 in evaluation.
         softcap: c in `c · tanh(logits / c)`, or None.
         sinks: logits of an extra softmax column, or None.
         output: W_O as found by following the context, or None with `projection_reason`.
         projection_reason: why there is no `projection`; empty when there is one.
-        implementation: the attention implementation that ran, such as `"sdpa"`.
+        implementation: the attention implementation that ran, such as `"sdpa"`; `"direct sdpa"` or
+            `"softmax"` where the module runs its own.
         observed: `[B, H, Q, K]` A as seen in the model, where it was seen; else None.
+        padding: `[B, N]` bool, the `attention_mask` that the encoder was given, True for real
+            tokens; None where it was given none. Some models let padding attend to itself.
     """
 
     site: str
-    layer: int
-    stack: str
-    kind: Kind
-    call: int
-    query: Tensor | None
-    grouped_key: Tensor | None
     grouped_value: Tensor
     context: Tensor
     masking: Masking
-    scaling: float
+    layer: int = 0
+    stack: str = ""
+    kind: Kind = "encoder"
+    call: int = 0
+    windows: int = 1
+    query: Tensor | None = None
+    grouped_key: Tensor | None = None
+    scaling: float | None = None
     dropout: float = 0.0
     softcap: float | None = None
     sinks: Tensor | None = None
@@ -132,6 +163,7 @@ class Capture:
     projection_reason: str = ""
     implementation: str = ""
     observed: Tensor | None = field(default=None, repr=False)
+    padding: Tensor | None = field(default=None, repr=False)
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -165,11 +197,20 @@ class Capture:
         """Per-head H, `[H, D, M]`, or None for the reason in `projection_reason`."""
         return None if self.output is None else self.output.weight
 
-    @property
+    @cached_property
     def support(self) -> Support:
-        """The keys every row may attend to, in the cheapest exact form."""
+        """The keys every real row may attend to, in the cheapest exact form."""
         batch, _, queries, keys, _ = self.shape
-        return self.masking.support(batch, queries, keys, self.context.device)
+        support = self.masking.support(batch, queries, keys, self.context.device)
+        if self._padded_rows is not None and not support.shared:
+            return support.restricted(self._padded_rows)
+        return support
+
+    @property
+    def real_rows(self) -> Tensor:
+        """Query rows that are not padding, `[B, 1 or H, Q]` bool."""
+        rows = self.support.active(self.shape[2], cross=self.kind == "cross")
+        return rows if self._padded_rows is None else rows & self._padded_rows
 
     @property
     def value_space(self) -> Literal["T", "V"]:
@@ -180,6 +221,12 @@ class Capture:
     def exact_context(self) -> bool:
         """Whether `context` is `A V` to float32 precision: wide enough and without dropout."""
         return self.dropout == 0 and self.context.dtype in (torch.float32, torch.float64)
+
+    @property
+    def streams(self) -> bool:
+        """Whether A follows from queries, keys, mask and bias alone, row by row."""
+        seen = self.observed is not None or self.query is None
+        return not seen and self.softcap is None and self.sinks is None
 
     def attention(self, rows: slice | None = None) -> Tensor:
         """Return A, before dropout, as the implementation that ran computed it.
@@ -282,6 +329,14 @@ class Capture:
                 f"{self.site} has no per-head output projection: {self.projection_reason}"
             )
         return self.value @ self.output.weight.to(self.value.dtype)
+
+    @property
+    def _padded_rows(self) -> Tensor | None:
+        """The encoder's attention mask, `[B, 1, Q]`, where it speaks of this call's queries."""
+        batch, _, queries, _, _ = self.shape
+        if self.padding is None or self.kind == "cross" or self.padding.shape != (batch, queries):
+            return None
+        return self.padding[:, None]
 
     def _mask_rows(self, rows: slice) -> Tensor | None:
         """The mask of some rows, with the causal rule made explicit for those rows only."""

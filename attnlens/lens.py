@@ -18,7 +18,7 @@ from torch import nn
 
 from attnlens.capture import Capture, Kind
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError, UnsupportedAttentionError
-from attnlens.model.sites import interface_sites, select_sites
+from attnlens.model.sites import Catalogue, mixing_module, select
 from attnlens.model.tap import Tap
 from attnlens.observers import HeadStatistics, Observer, Recording
 from attnlens.report.text import table
@@ -42,7 +42,7 @@ class Lens:
 
     Raises:
         InputError: if an argument is of the wrong kind or value.
-        UnsupportedAttentionError: if the model has no attention that can be seen.
+        UnsupportedAttentionError: on exit, if forward passes ran but no attention was seen.
     """
 
     def __init__(
@@ -65,15 +65,10 @@ class Lens:
         self.model = model
         self.observers: tuple[Observer, ...] = observers or (HeadStatistics(),)
         self.every = every
-        sites = interface_sites(model)
-        if not sites:
-            raise UnsupportedAttentionError(
-                f"{type(model).__name__} has no module that calls transformers' attention "
-                f"interface, so there is nothing to look at."
-            )
         wanted = (layers,) if isinstance(layers, (int, str)) else layers
         kinds = (kinds,) if isinstance(kinds, str) else kinds
-        self.selection = select_sites(model, sites, wanted, kinds)
+        self.layers = None if wanted is None else list(wanted)
+        self.selection = select(Catalogue(model), self.layers, kinds)
         self._tap: Tap | None = None
         self._stack = ExitStack()
 
@@ -136,20 +131,40 @@ class Lens:
                 stacklevel=3,
             )
             return
-        silent = tap.silent
+        if not tap.fired:
+            raise UnsupportedAttentionError(self._why_nothing(tap))
+        silent = [*tap.silent, *sorted(tap.fused)]
         if not silent:
             return
         names = ", ".join(silent[:3]) + (f" and {len(silent) - 3} more" if silent[3:] else "")
-        if not tap.fired:
-            raise UnsupportedAttentionError(
-                f"{tap.forwards} forward pass(es) ran inside the lens, but no attention call was "
-                f"seen at {names}."
-            )
         warnings.warn(
             f"These attention modules did not run inside the lens: {names}. Their layers are "
             f"missing from the results.",
             AttnLensWarning,
             stacklevel=3,
+        )
+
+    def _why_nothing(self, tap: Tap) -> str:
+        """Say why forward passes ran and no chosen attention was heard."""
+        passes = f"{tap.forwards} forward pass(es) ran inside the lens"
+        if tap.fused:
+            return (
+                f"{passes}, but {min(tap.fused)} ran torch's fused attention kernel, which hides "
+                f"A. Call torch.backends.mha.set_fastpath_enabled(False) first."
+            )
+        if tap.seen:
+            return (
+                f"{passes} and attention ran at {min(tap.seen)}, but none of it was chosen: "
+                f"layers={self.layers}, kinds={sorted(self.selection.kinds)}. Choose other layers "
+                f"or pass kinds=."
+            )
+        if tap.silent:
+            return f"{passes}, but {tap.silent[0]} never called its attention function."
+        name, module = mixing_module(self.model)
+        return (
+            f"{passes}, but no softmax·V product was seen anywhere: {name} "
+            f"({type(module).__name__}) mixes tokens by other means, so there is no attention "
+            f"matrix A to look at."
         )
 
 

@@ -35,7 +35,7 @@ def attention_weights(
         sinks: `[H]` or broadcastable to `[B, H, Q, 1]`; logits of an extra column that takes
             probability and is dropped, so that rows sum to less than one.
         empty_rows: what a row with nothing to attend to becomes: all zero (scaled dot-product
-            attention with a boolean mask) or uniform (a finite additive mask).
+            attention with a boolean mask) or uniform (a finite additive mask). With sinks, zero.
 
     Returns:
         `[B, H, Q, K]` in `[0, 1]`; float64 for float64 queries, else float32.
@@ -49,10 +49,12 @@ def attention_weights(
         logits = logits + bias.to(working)
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf)
-        if empty_rows == "uniform":
-            logits = logits.masked_fill(~mask.any(-1, keepdim=True), 0.0)
-    if sinks is None:
-        return torch.softmax(logits, -1).nan_to_num(0.0) if mask is not None else logits.softmax(-1)
-    column = sinks.reshape(1, -1, 1, 1) if sinks.dim() == 1 else sinks
-    column = column.to(working).expand(*logits.shape[:-1], 1)
-    return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
+    if sinks is not None:
+        column = sinks.reshape(1, -1, 1, 1) if sinks.dim() == 1 else sinks
+        column = column.to(working).expand(*logits.shape[:-1], 1)
+        return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
+    if mask is None:
+        return logits.softmax(-1)
+    empty = ~mask.any(-1, keepdim=True)
+    weights = logits.masked_fill(empty, 0.0).softmax(-1)
+    return weights if empty_rows == "uniform" else weights.masked_fill(empty, 0.0)

@@ -124,8 +124,10 @@ def whiten_short(values: Tensor, keys: Tensor, rtol: float) -> Whitening:
     gram = values @ values.mT
     padded = gram + torch.diag_embed((~keys).to(gram.dtype))
     lower, info = torch.linalg.cholesky_ex(padded)
-    inverse = torch.cholesky_inverse(lower)
-    inverse = inverse * (keys[:, :, None] & keys[:, None]).to(gram.dtype)
+    # not cholesky_inverse, which raises for the whole batch where one problem is singular
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    half = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
+    inverse = (half.mT @ half) * (keys[:, :, None] & keys[:, None]).to(gram.dtype)
     bound = gram.diagonal(dim1=-2, dim2=-1).sum(-1) * inverse.diagonal(dim1=-2, dim2=-1).sum(-1)
     regular = (info == 0) & (bound * rtol * rtol < 1)
     return Whitening(values.mT @ inverse, keys.sum(-1), regular)
@@ -157,9 +159,9 @@ def factor_values(values: Tensor, gram: Tensor, keys: Tensor, rtol: float) -> Wh
     """Choose the smaller Gram matrix for every problem and factor each kind in one batched call.
 
     Args:
-        values: `[..., K, E]` float64, zero at masked keys; leading dimensions may be expanded.
-        gram: `[..., E, E]` float64, `valuesᵀ values`.
-        keys: `[..., K]` bool, the real keys.
+        values: `[..., K, E]` float64, finite; leading dimensions may be expanded.
+        gram: `[..., E, E]` float64, `valuesᵀ values` over the keys of each problem.
+        keys: `[..., K]` bool, the keys of each problem; values elsewhere play no part.
         rtol: a singular value of V counts when it exceeds `rtol` times the largest.
 
     Returns:
@@ -169,6 +171,8 @@ def factor_values(values: Tensor, gram: Tensor, keys: Tensor, rtol: float) -> Wh
     width = values.shape[-1]
     sizes = keys.sum(-1)
     flat_gram = gram.reshape(-1, width, width)
+    if not bool((sizes <= width).any()):
+        return whiten(flat_gram, rtol)
     factor = torch.zeros_like(flat_gram)
     rank = torch.zeros(flat_gram.shape[0], dtype=torch.int64, device=gram.device)
     orthonormal = torch.zeros_like(rank, dtype=torch.bool)
@@ -177,9 +181,10 @@ def factor_values(values: Tensor, gram: Tensor, keys: Tensor, rtol: float) -> Wh
     doubtful = short.new_zeros(short.shape)
     if short.any():
         first = keys.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :width]
-        taken = torch.take_along_dim(values, first[..., None], dim=-2)
-        real = keys.gather(-1, first).reshape(-1, first.shape[-1])[short]
-        result = whiten_short(taken.reshape(-1, *taken.shape[-2:])[short], real, rtol)
+        real = keys.gather(-1, first)
+        taken = torch.take_along_dim(values, first[..., None], dim=-2) * real[..., None]
+        taken, real = taken.flatten(end_dim=-3)[short], real.flatten(end_dim=-2)[short]
+        result = whiten_short(taken, real, rtol)
         factor[short, :, : first.shape[-1]] = result.factor
         rank[short], orthonormal[short] = result.rank, result.orthonormal
         doubtful = short & ~orthonormal

@@ -137,19 +137,11 @@ def value_basis(
         Brunner et al., ICLR 2020, section 3.
     """
     batch, _, keys, _ = _checked_value(value, projection, method)
-    queries = keys if causal or mask is None or mask.dim() < 3 else max(mask.shape[-2], 1)
+    queries = keys
+    if mask is not None and mask.dim() >= 2 and mask.shape != (batch, keys):
+        queries = mask.shape[-2] if mask.shape[-2] > 1 else keys
     support = support_of(mask, batch, queries, keys, causal=causal, device=value.device)
-    require_finite(value, "value", support.keys[..., None])
-    factor = None if projection is None else deficiency_factor(projection)
-    values = prepare_values(value, support.keys, factor, simplex)
-    rtol = default_rtol(keys, value.shape[-1]) if rtol is None else rtol
-    if support.shared:
-        return shared_basis(values, support, rtol, method=method, simplex=simplex, like=value)
-    if method not in ("auto", "eigh"):
-        raise InputError(
-            f'A mask that differs by row is served by method="auto". Got method="{method}".'
-        )
-    return RowwiseBasis(values, support, rtol, simplex, working_dtype(value))
+    return _basis(value, support, projection, simplex, rtol, method)
 
 
 def effective_attention(
@@ -188,21 +180,16 @@ def effective_attention(
     """
     batch, heads, keys, _ = _checked_value(value, projection, method)
     shape = attention.shape
-    if attention.dim() != 4 or (shape[0], shape[1], shape[3]) != (batch, heads, keys):
+    fits = attention.dim() == 4 and (shape[0], shape[1], shape[3]) == (batch, heads, keys)
+    if not fits or not attention.is_floating_point():
         raise InputError(
-            f"attention must be [B, H, Q, K] = [{batch}, {heads}, Q, {keys}] to go with value "
-            f"{list(value.shape)}. Got {list(attention.shape)}."
-        )
-    if mask is not None and mask.dim() > 2 and mask.shape[-2] not in (1, attention.shape[-2]):
-        raise InputError(
-            f"The mask has {mask.shape[-2]} query rows but attention has {attention.shape[-2]}. "
-            f"Got mask {list(mask.shape)}."
+            f"attention must be floating-point [B, H, Q, K] = [{batch}, {heads}, Q, {keys}] to go "
+            f"with value {list(value.shape)}. Got {list(shape)}, {attention.dtype}."
         )
     require_finite(attention, "attention", None)
     working = torch.promote_types(working_dtype(attention), working_dtype(value))
-    basis = value_basis(
-        value.to(working), mask, projection, simplex, rtol, method=method, causal=causal
-    )
+    support = support_of(mask, batch, shape[2], keys, causal=causal, device=value.device)
+    basis = _basis(value.to(working), support, projection, simplex, rtol, method)
     return basis.project(attention.to(working))
 
 
@@ -237,6 +224,7 @@ def shared_basis(
     flat = values.reshape(-1, tokens, width)
     if method == "svd":
         basis, whitening = _singular_basis(flat, rtol)
+        basis = basis * keys.reshape(-1, tokens, 1)  # exact zeros where masked
     elif method == "eigh":
         whitening = whiten_spectral(gram.reshape(-1, width, width), rtol)
         basis = flat @ whitening.factor
@@ -273,7 +261,7 @@ def prepare_values(
     Returns:
         `[B, H, K, E]` float64, E = D or D + 1.
     """
-    values = torch.where(keys[..., None], value, value.new_zeros(())).double()
+    values = selected_rows(value, keys, torch.float64)
     if factor is not None:
         values = values @ factor.to(values)
     if not simplex:
@@ -282,6 +270,23 @@ def prepare_values(
     scale = (values.square().sum((-2, -1), keepdim=True) / count).sqrt()
     scale = torch.where(scale > 0, scale, 1.0)
     return torch.cat([values, keys[..., None].to(values) * scale], -1)
+
+
+def selected_rows(tensor: Tensor, keep: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy rows in one pass, with zeros in place of those that do not count.
+
+    Args:
+        tensor: `[B, H, N, D]`, in any layout.
+        keep: `[B, G, N]` bool; rows elsewhere may hold anything, NaN included.
+        dtype: of the copy.
+
+    Returns:
+        `[B, H, N, D]`, contiguous.
+    """
+    copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
+    if not bool(keep.all()):
+        copy.masked_fill_(~keep[..., None], 0.0)
+    return copy
 
 
 def deficiency_factor(projection: Tensor, rtol: float | None = None) -> Tensor | None:
@@ -351,6 +356,34 @@ def _checked_value(
     if method not in METHODS:
         raise InputError(f"method must be one of {', '.join(METHODS)}. Got {method!r}.")
     return batch, heads, keys, width
+
+
+def _basis(
+    value: Tensor,
+    support: Support,
+    projection: Tensor | None,
+    simplex: bool,
+    rtol: float | None,
+    method: Method,
+) -> ValueBasis | RowwiseBasis:
+    """Find the basis of checked values within a support."""
+    heads, keys, width = value.shape[1:]
+    if support.keys.shape[1] not in (1, heads):
+        raise InputError(
+            f"The mask must have one head or {heads}, to go with value {list(value.shape)}. "
+            f"Got {support.keys.shape[1]}."
+        )
+    require_finite(value, "value", support.keys[..., None])
+    factor = None if projection is None else deficiency_factor(projection)
+    values = prepare_values(value, support.keys, factor, simplex)
+    rtol = default_rtol(keys, width) if rtol is None else rtol
+    if support.shared:
+        return shared_basis(values, support, rtol, method=method, simplex=simplex, like=value)
+    if method not in ("auto", "eigh"):
+        raise InputError(
+            f'A mask that differs by row is served by method="auto". Got method="{method}".'
+        )
+    return RowwiseBasis(values, support, rtol, simplex, working_dtype(value))
 
 
 def _singular_basis(values: Tensor, rtol: float) -> tuple[Tensor, Whitening]:

@@ -19,6 +19,7 @@ from attnlens.functional.support import Support
 
 _CHUNK_BYTES = 64 << 20
 _REFINEMENTS = 2
+_ROWS_PER_GROUP = 4
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class RowGroups:
         Returns:
             `c_i = o_i W`, `[h, r, E]`, with `‖c_i‖ = ‖a⊥_i‖`.
         """
-        return torch.einsum("hre,href->hrf", context, self.per_row(self.whitening.factor))
+        return self._apply(context, self.whitening.factor)
 
     def solve(self, context: Tensor) -> Tensor:
         """Solve `G x = o` for every row, so that `a⊥_i = x_i V_Sᵀ`.
@@ -80,8 +81,18 @@ class RowGroups:
         Returns:
             `x`, `[h, r, E]`.
         """
-        factor = self.per_row(self.whitening.factor)
-        return torch.einsum("hrf,href->hre", self.coordinates(context), factor)
+        return self._apply(self.coordinates(context), self.whitening.factor.mT)
+
+    def _apply(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        """Multiply every row `[h, r, X]` by its group's matrix, `[h, g, X, Y]` to `[h, r, Y]`."""
+        groups = matrices.shape[1]
+        if rows.shape[1] <= _ROWS_PER_GROUP * groups:
+            return torch.einsum("hrx,hrxy->hry", rows, self.per_row(matrices))
+        result = rows.new_empty(*rows.shape[:2], matrices.shape[-1])
+        for index in range(groups):  # few groups of many rows: no matrix is repeated
+            members = self.group == index
+            result[:, members] = rows[:, members] @ matrices[:, index]
+        return result
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Support:
         counts = _running_count(self.keys)
         return counts.gather(-1, self.last) - counts.gather(-1, self.first)
 
-    def active(self, queries: int) -> Tensor:
+    def active(self, queries: int, *, cross: bool = False) -> Tensor:
         """Tell which query rows are real.
 
         In self-attention (as many queries as keys) a row is real when its own token is a real
@@ -72,13 +72,35 @@ class Support:
 
         Args:
             queries: number of query rows Q.
+            cross: queries and keys are different tokens, even where there are as many.
 
         Returns:
             `[B, G, Q]` bool.
         """
         sizes = self.sizes().expand(*self.keys.shape[:2], queries)
         real = sizes > 0
-        return real & self.keys if queries == self.keys.shape[-1] else real
+        return real if cross or queries != self.keys.shape[-1] else real & self.keys
+
+    def restricted(self, rows: Tensor) -> Support:
+        """Take the keys away from some rows, and drop the keys that only those could see.
+
+        Args:
+            rows: `[B, G, Q]` bool, the rows to keep; G may be 1.
+
+        Returns:
+            The support; a shared one is returned as it is, its keys being the same in every row.
+        """
+        if self.rows is not None:
+            kept = self.rows & rows[..., None]
+            return Support(kept.any(-2), rows=kept)
+        if self.first is None or self.last is None:
+            return self
+        last = torch.where(rows, self.last, self.first)
+        steps = torch.zeros(*self.keys.shape[:2], self.keys.shape[-1] + 1, device=last.device)
+        open_ = (last > self.first).to(steps.dtype)
+        steps.scatter_add_(-1, self.first, open_).scatter_add_(-1, last, -open_)
+        covered = steps.cumsum(-1)[..., :-1] > 0
+        return Support(self.keys & covered, self.first.expand_as(last), last)
 
     def mask(self, start: int, stop: int) -> Tensor:
         """Materialise the rows `start:stop` of the mask.

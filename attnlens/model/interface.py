@@ -21,6 +21,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from attnlens.capture import Masking
 from attnlens.model.masks import normalise_mask
+from attnlens.model.shared import SharedSetting
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,7 @@ class InterfaceCall:
 Listener = Callable[[InterfaceCall], None]
 
 _lock = threading.Lock()
+_thread = threading.local()
 _listeners: dict[int, tuple[Listener, ...]] = {}
 _ORIGINALS = {
     name: inspect.getattr_static(AttentionInterface, name)
@@ -63,23 +65,24 @@ def listen(modules: Iterable[nn.Module], listener: Listener) -> Iterator[None]:
         Nothing.
     """
     identities = [id(module) for module in modules]
-    with _lock:
-        if not _listeners:
-            _install()
-        for identity in identities:
-            _listeners[identity] = (*_listeners.get(identity, ()), listener)
-    try:
-        yield
-    finally:
+    with _wrapped.held():
         with _lock:
             for identity in identities:
-                rest = tuple(other for other in _listeners[identity] if other is not listener)
-                if rest:
-                    _listeners[identity] = rest
-                else:
-                    del _listeners[identity]
-            if not _listeners:
-                _uninstall()
+                _listeners[identity] = (*_listeners.get(identity, ()), listener)
+        try:
+            yield
+        finally:
+            with _lock:
+                for identity in identities:
+                    others = _listeners.pop(identity)
+                    rest = tuple(other for other in others if other is not listener)
+                    if rest:
+                        _listeners[identity] = rest
+
+
+def running() -> bool:
+    """Whether an attention function of the interface is running in this thread."""
+    return getattr(_thread, "depth", 0) > 0
 
 
 def masking_of(call: InterfaceCall, query: Tensor, key: Tensor) -> Masking:
@@ -135,6 +138,9 @@ def _uninstall() -> None:
             setattr(AttentionInterface, name, original)
 
 
+_wrapped = SharedSetting(_install, _uninstall)
+
+
 def _watched(function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
     """Wrap an attention function so that listeners of the calling module hear of the call."""
     if hasattr(function, "_attnlens_original"):
@@ -142,7 +148,11 @@ def _watched(function: Callable[..., Any], implementation: str) -> Callable[...,
 
     @functools.wraps(function)
     def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = function(module, *args, **kwargs)
+        _thread.depth = getattr(_thread, "depth", 0) + 1
+        try:
+            result = function(module, *args, **kwargs)
+        finally:
+            _thread.depth -= 1
         listeners = _listeners.get(id(module))
         if listeners:
             arguments = _by_name(function, module, args, kwargs)

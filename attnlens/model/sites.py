@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +17,8 @@ from attnlens.capture import Kind
 from attnlens.errors import InputError
 
 _DISPATCH = frozenset({"get_interface", "ALL_ATTENTION_FUNCTIONS"})
+KINDS: frozenset[Kind] = frozenset(("encoder", "decoder", "cross"))
+KINDS_DEFAULT: Kind = "encoder"
 _CROSS = re.compile(r"cross|enc_?dec_?att|encoder_att", re.IGNORECASE)
 
 
@@ -40,105 +41,137 @@ class Site:
     kind: Kind
 
 
-def interface_sites(model: nn.Module) -> list[Site]:
-    """List the modules that dispatch through transformers' attention interface.
-
-    They are recognised by their code, not by class name: some method of the class refers to the
-    interface.
+class Catalogue:
+    """The modules of a model by name, and which stack, layer and kind each would be as a site.
 
     Args:
         model: any module.
-
-    Returns:
-        The sites in module order; a module that appears twice is listed once.
     """
-    return label_sites(model, [(n, m) for n, m in model.named_modules() if dispatches(m.__class__)])
 
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._decoders = _decoder_names(model)
+        inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+        self._config = getattr(inner, "config", None)
+        self._peers: dict[str, list[str]] = {}
+        for name, _ in model.named_modules():
+            self._peers.setdefault(stack_of(name), []).append(name)
+        self._sites: dict[str, Site] = {}
+        dispatching = [(n, m) for n, m in model.named_modules() if dispatches(m.__class__)]
+        stacks = {stack_of(name) for name, _ in dispatching}
+        for stack in stacks:
+            kept = {name for name, _ in dispatching}
+            self._peers[stack] = [name for name in self._peers[stack] if name in kept]
+        self.interface = tuple(self.site(name, module) for name, module in dispatching)
 
-def label_sites(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> list[Site]:
-    """Number attention modules within their stacks and name their kind.
+    def site(self, name: str, module: nn.Module) -> Site:
+        """Describe a module as an attention site.
 
-    Args:
-        model: the model they belong to.
-        modules: `(qualified name, module)` in module order.
+        Args:
+            name: its qualified name in the model.
+            module: the module.
 
-    Returns:
-        One site per module.
-    """
-    decoders = _decoder_names(model)
-    layers: dict[str, int] = {}
-    sites = []
-    for name, module in modules:
-        stack = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-        layer = layers.get(stack, 0)
-        layers[stack] = layer + 1
-        sites.append(Site(name, module, stack, layer, _kind(name, module, decoders)))
-    return sites
+        Returns:
+            The site, the same object for the same name.
+        """
+        if name not in self._sites:
+            stack = stack_of(name)
+            layer = self._peers[stack].index(name)
+            kind = _kind(name, module, self._decoders)
+            self._sites[name] = Site(name, module, stack, layer, kind)
+        return self._sites[name]
+
+    def has(self, name: str) -> bool:
+        """Tell whether a module of this name exists."""
+        return name in self._peers.get(stack_of(name), ())
+
+    def served_by(self, site: Site) -> Iterable[int]:
+        """Name the layers a site may serve: its own, or all of its stack where it is shared."""
+        depth = self.depth(site.stack)
+        return range(depth) if depth > len(self._peers[site.stack]) else (site.layer,)
+
+    def kinds(self) -> set[Kind]:
+        """Name the kinds of attention that the names of modules promise."""
+        names = (name for peers in self._peers.values() for name in peers)
+        modules = dict(self.model.named_modules())
+        return {
+            _kind(name, modules[name], self._decoders)
+            for name in names
+            if re.search("att", name.rsplit(".", 1)[-1], re.IGNORECASE)
+        }
+
+    def depth(self, stack: str) -> int:
+        """Count the layers of a stack; shared modules serve as many as the config declares."""
+        modules = len(self._peers.get(stack, ()))
+        declared = getattr(self._config, "num_hidden_layers", 0)
+        return max(modules, declared) if isinstance(declared, int) and modules == 1 else modules
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The sites a lens looks at, and which of their layers.
+    """Which attention a lens looks at.
 
     Attributes:
-        sites: chosen sites.
-        wanted: pairs of stack and layer, or None for every layer of the sites.
+        catalogue: the modules of the model.
+        layers: layer indices (negative ones from the end of each stack) and module names, or
+            None for all.
+        kinds: the kinds of attention.
     """
 
-    sites: tuple[Site, ...]
-    wanted: frozenset[tuple[str, int]] | None = None
+    catalogue: Catalogue
+    layers: frozenset[int | str] | None
+    kinds: frozenset[Kind]
 
-    def accepts(self, stack: str, layer: int) -> bool:
-        """Tell whether a layer of a stack was asked for."""
-        return self.wanted is None or (stack, layer) in self.wanted
+    def takes(self, site: Site) -> bool:
+        """Tell whether some layer of a site may be wanted."""
+        if site.kind not in self.kinds:
+            return False
+        served = self.catalogue.served_by(site)
+        return any(self.accepts(site, layer) for layer in served)
+
+    def accepts(self, site: Site, layer: int) -> bool:
+        """Tell whether a layer of a site is wanted."""
+        if self.layers is None or site.name in self.layers:
+            return True
+        return layer in self.layers or layer - self.catalogue.depth(site.stack) in self.layers
 
 
-def select_sites(
-    model: nn.Module,
-    sites: list[Site],
+def select(
+    catalogue: Catalogue,
     layers: Iterable[int | str] | None,
     kinds: Iterable[Kind] | None,
 ) -> Selection:
-    """Choose sites by layer index or name and by kind.
+    """Check what a user asks for against the modules there are.
 
     Args:
-        model: the model they belong to.
-        sites: all sites of the model.
-        layers: layer indices (negative ones count from the end of each stack) and module names;
-            None takes all.
-        kinds: kinds of attention to take. None takes the encoder's self-attention, or where a
-            model has none, every self-attention.
+        catalogue: the modules of the model.
+        layers: layer indices and module names; None takes all.
+        kinds: kinds of attention. None takes the encoder's self-attention, or where a model has
+            none, every self-attention.
 
     Returns:
         The selection.
 
     Raises:
-        InputError: if a layer or name matches nothing, or nothing is left.
+        InputError: if a layer, name or kind cannot match anything.
     """
-    sites = _of_kind(sites, kinds)
-    if layers is None:
-        return Selection(tuple(sites))
-    depth, shared = _depths(model, sites)
-    wanted: set[tuple[str, int]] = set()
-    for layer in layers:
-        found = {
-            (stack, index)
-            for stack, size in depth.items()
-            for index in _indices(layer, stack, size, sites, stack in shared)
-        }
-        if not found:
-            raise InputError(
-                f"layers={layer!r} matches no attention module. There are "
-                f"{max(depth.values(), default=0)} layers; names look like {sites[0].name!r}."
-            )
-        wanted |= found
-    stacks = {stack for stack, _ in wanted}
-    chosen = [
-        site
-        for site in sites
-        if (site.stack, site.layer) in wanted or site.stack in shared & stacks
-    ]
-    return Selection(tuple(chosen), frozenset(wanted))
+    known = {site.kind for site in catalogue.interface}
+    if kinds is None:
+        chosen = KINDS - {"cross"} if known and "encoder" not in known else {KINDS_DEFAULT}
+    else:
+        chosen = set(kinds)
+        if not chosen or chosen - KINDS:
+            raise InputError(f"kinds must be among {sorted(KINDS)}. Got {sorted(chosen)}.")
+        there = known | catalogue.kinds()
+        if there and not chosen & there:
+            raise InputError(f"The model has attention of kinds {sorted(there)} only.")
+    wanted = None if layers is None else frozenset(layers)
+    selection = Selection(catalogue, wanted, frozenset(chosen))
+    for layer in wanted or ():
+        _check_layer(layer, selection)
+    if wanted is not None and not wanted:
+        raise InputError("layers is empty, so there is nothing to look at; None looks at all.")
+    return selection
 
 
 def forward_roots(model: nn.Module) -> list[nn.Module]:
@@ -152,6 +185,21 @@ def forward_roots(model: nn.Module) -> list[nn.Module]:
     """
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return [model, *(module for module in inner if module is not model)]
+
+
+def mixing_module(model: nn.Module) -> tuple[str, nn.Module]:
+    """Name the first module that looks as if it mixed tokens, for error messages.
+
+    Args:
+        model: a model in which no attention was seen.
+
+    Returns:
+        Its qualified name and the module; the model itself if nothing looks like it.
+    """
+    for name, module in model.named_modules():
+        if name and re.search(r"att|fourier|mixer", name.rsplit(".", 1)[-1], re.IGNORECASE):
+            return name, module
+    return "the model", model
 
 
 @cache
@@ -174,38 +222,29 @@ def dispatches(cls: Any) -> bool:
     return False
 
 
-def _of_kind(sites: list[Site], kinds: Iterable[Kind] | None) -> list[Site]:
-    if kinds is None:
-        encoder = [site for site in sites if site.kind == "encoder"]
-        return encoder or [site for site in sites if site.kind != "cross"] or sites
-    wanted = set(kinds)
-    chosen = [site for site in sites if site.kind in wanted]
-    if not chosen:
-        found = sorted({site.kind for site in sites})
-        raise InputError(f"The model has no attention of kind {sorted(wanted)}; it has {found}.")
-    return chosen
+def stack_of(name: str) -> str:
+    """Replace the indices in a qualified name by `*`."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def _depths(model: nn.Module, sites: list[Site]) -> tuple[dict[str, int], set[str]]:
-    """Number of layers of each stack, and the stacks whose modules serve several layers."""
-    modules = Counter(site.stack for site in sites)
-    declared = getattr(getattr(model, "config", None), "num_hidden_layers", 0)
-    if len(modules) > 1 or not isinstance(declared, int):
-        return dict(modules), set()
-    depth = {stack: max(count, declared) for stack, count in modules.items()}
-    return depth, {stack for stack, size in depth.items() if size > modules[stack]}
-
-
-def _indices(
-    layer: int | str, stack: str, size: int, sites: list[Site], shared: bool
-) -> Iterable[int]:
-    """Layers of one stack that a user's index or name stands for."""
-    if isinstance(layer, int):
-        return [layer % size] if -size <= layer < size else []
-    named = [site for site in sites if site.stack == stack and site.name == layer]
-    if named and shared:
-        return range(size)
-    return [site.layer for site in named]
+def _check_layer(layer: int | str, selection: Selection) -> None:
+    """Raise where a layer index or name can match no attention module."""
+    catalogue = selection.catalogue
+    sites = [site for site in catalogue.interface if site.kind in selection.kinds]
+    example = f" Names look like {sites[0].name!r}." if sites else ""
+    if isinstance(layer, str):
+        inside = [site.name for site in sites if site.name.startswith(f"{layer}.")]
+        if not catalogue.has(layer) or inside:
+            what = f"holds attention at {inside[0]!r}" if inside else "is no module of the model"
+            raise InputError(f"layers={layer!r} {what}.{example}")
+        return
+    if isinstance(layer, bool) or not isinstance(layer, int):
+        raise InputError(f"layers holds indices and module names. Got {layer!r}.")
+    depth = max((catalogue.depth(site.stack) for site in sites), default=None)
+    if depth is not None and not -depth <= layer < depth:
+        raise InputError(
+            f"layers={layer!r} matches no attention module: there are {depth} layers.{example}"
+        )
 
 
 def _decoder_names(model: nn.Module) -> tuple[str, ...]:
@@ -221,9 +260,10 @@ def _decoder_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def _kind(name: str, module: nn.Module, decoders: tuple[str, ...]) -> Kind:
-    leaf = name.rsplit(".", 2)[-2:]
+    leaf = name.split(".")[-2:]
     if getattr(module, "is_cross_attention", False) or any(map(_CROSS.search, leaf)):
         return "cross"
-    if name.startswith(decoders) or getattr(module, "is_decoder", False):
+    decoder = getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
+    if name.startswith(decoders) or decoder is True:
         return "decoder"
     return "encoder"

@@ -6,9 +6,10 @@ site's output projection by following its context the first time, and delivers c
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from attnlens.capture import Capture, Masking
-from attnlens.errors import CaptureError
+from attnlens.errors import InputError
+from attnlens.model.calls import capture_of_call, capture_of_event
+from attnlens.model.compiled import running_eagerly
+from attnlens.model.hooks import Hook
 from attnlens.model.interface import InterfaceCall, listen, masking_of
 from attnlens.model.masks import with_position_bias
-from attnlens.model.projection import NOT_FOUND, ContextTrail, ProjectionSource, linear_hooks
+from attnlens.model.projection import (
+    ContextTrail,
+    Projections,
+    linear_hooks,
+    weight_owners,
+)
+from attnlens.model.scope import Frame, TraceScope, replaying
 from attnlens.model.sites import Selection, Site, forward_roots
+from attnlens.model.tracing import Event
 
 Deliver = Callable[[Capture], None]
 
@@ -28,10 +39,17 @@ Deliver = Callable[[Capture], None]
 class Tap:
     """Hooks on one model that turn its attention calls into captures.
 
+    Args:
+        model: the model.
+        selection: which attention to look at.
+        deliver: called with each capture, soon after its call.
+        every: look at each N-th outermost forward.
+
     Attributes:
         forwards: number of outermost forward passes seen so far.
         looked: how many of them were looked at.
         fired: names of the sites that were heard at least once.
+        seen: names of all modules with attention, chosen or not, that were heard.
     """
 
     def __init__(
@@ -42,145 +60,184 @@ class Tap:
         self.forwards = 0
         self.looked = 0
         self.fired: set[str] = set()
+        self.seen: set[str] = set()
         self._deliver = deliver
         self._every = every
-        self._sites = {id(site.module): site for site in selection.sites}
+        catalogue = selection.catalogue
+        self._interface = {id(site.module): site for site in catalogue.interface}
+        self._scope = TraceScope(model, self._heard_event, self._heard_linear)
         self._running: list[nn.Module] = []
+        self._padding: list[Tensor | None] = []  # one for each running forward
+        self._batch: int | None = None
         self._order = _LayerOrder()
-        self._projections: dict[str, ProjectionSource | None] = {}
+        self._projections: dict[str, Projections] = {}
+        self._pending: list[Capture] = []
         self._trail = ContextTrail()
-        self._pending: list[tuple[Site, Capture]] = []
         self._maskings: list[tuple[Any, Masking]] = []
+        self._owners: dict[int, tuple[str, nn.Module]] | None = None
 
     def attach(self, stack: ExitStack) -> None:
         """Register every hook, each with its removal.
 
         Args:
             stack: closes what was opened, in reverse order.
+
+        Raises:
+            InputError: if the model is spread over devices by `nn.DataParallel`.
         """
+        if isinstance(self.model, nn.DataParallel) and len(self.model.device_ids) > 1:
+            raise InputError(
+                "nn.DataParallel runs copies of the model that no hook can follow. Give the lens "
+                "model.module on one device, or use DistributedDataParallel."
+            )
         stack.callback(self._forget)
+        stack.enter_context(running_eagerly(self.model))
+        stack.callback(self._scope.detach)
         for root in forward_roots(self.model):
-            _on_exit(stack, root.register_forward_pre_hook(self._begin))
-            _on_exit(stack, root.register_forward_hook(self._end, always_call=True))
-        for site in self.selection.sites:
-            _on_exit(stack, site.module.register_forward_pre_hook(self._invoke))
+            begin = root.register_forward_pre_hook(
+                Hook(self._begin), with_kwargs=True, prepend=True
+            )
+            stack.callback(begin.remove)
+            stack.callback(root.register_forward_hook(Hook(self._end), always_call=True).remove)
+        sites = self.selection.catalogue.interface
+        for site in sites:
+            stack.callback(site.module.register_forward_pre_hook(Hook(self._invoke)).remove)
         for handle in linear_hooks(self.model, self._received):
-            _on_exit(stack, handle)
-        stack.enter_context(listen([site.module for site in self.selection.sites], self._heard))
+            stack.callback(handle.remove)
+        stack.enter_context(listen([site.module for site in sites], self._heard_call))
+
+    @property
+    def fused(self) -> set[str]:
+        """Names of modules that ran torch's fused attention, which hides A."""
+        return self._scope.fused
 
     @property
     def silent(self) -> list[str]:
         """Names of the chosen sites that were never heard."""
-        return [site.name for site in self.selection.sites if site.name not in self.fired]
+        chosen = [s for s in self.selection.catalogue.interface if self.selection.takes(s)]
+        return [site.name for site in chosen if site.name not in self.fired]
 
     @property
     def _looking(self) -> bool:
         return bool(self._running) and (self.forwards - 1) % self._every == 0
 
-    def _begin(self, module: nn.Module, args: Sequence[Any]) -> None:
-        if _replaying():
+    def _begin(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if replaying():
             return
         if any(module is running for running in self._running):
-            self._running.clear()  # an interrupt tore down a forward without running its hooks
-        if not self._running:
-            self.forwards += 1
-            self._order = _LayerOrder()
-            self._clear()
-            self.looked += (self.forwards - 1) % self._every == 0
-        else:
-            self._order.restart(module)
+            # an interrupt tore down a forward without running its hooks
+            self._running.clear()
+            self._padding.clear()
         self._running.append(module)
+        self._padding.append(_padding_mask(module, args, kwargs))
+        if len(self._running) > 1:
+            self._order.restart()
+            return
+        self.forwards += 1
+        self._order = _LayerOrder()
+        self._clear()
+        if self._looking:
+            self.looked += 1
+            self._batch = _batch_size(args, kwargs)
+            self._scope.begin((module.__class__, *_kind_of_input(module, args, kwargs)))
 
     def _end(self, module: nn.Module, args: Sequence[Any], output: Any) -> None:
-        if _replaying() or not self._running:
+        if replaying() or not self._running:
             return
+        looking = self._looking
         while self._running and self._running.pop() is not module:
             continue
-        if not self._running:
+        del self._padding[len(self._running) :]
+        if not self._running and looking:
+            self._scope.end()
             self._settle()
             self._clear()
 
     def _invoke(self, module: nn.Module, args: Sequence[Any]) -> None:
-        if self._looking and not _replaying():
-            self._settle()
-            self._order.invoke(self._sites[id(module)])
+        if self._looking and not replaying():
+            self._enter(self._interface[id(module)])
 
-    def _heard(self, call: InterfaceCall) -> None:
-        if _replaying() or not self._looking:
+    def _enter(self, site: Site) -> None:
+        self._settle()
+        self._order.invoke(site)
+
+    def _heard_call(self, call: InterfaceCall) -> None:
+        if self._looking and not replaying():
+            site = self._interface[id(call.module)]
+            with _unobserved():
+                self._take(site, lambda: capture_of_call(call, site.name, self._masking))
+
+    def _heard_event(self, frame: Frame, event: Event) -> None:
+        if not self._looking:
             return
-        site = self._sites[id(call.module)]
-        self.fired.add(site.name)
+        site = self.selection.catalogue.site(frame.name, frame.module)
+        if not frame.entered:
+            frame.entered = True
+            self._enter(site)
+        with _unobserved():
+            self._take(site, lambda: capture_of_event(event, frame.module, site.name))
+
+    def _take(self, site: Site, build: Callable[[], Capture]) -> None:
+        """Label a capture, and deliver it or let it wait for its projection."""
+        self.seen.add(site.name)
         layer = self._order.layer(site)
-        if not self.selection.accepts(site.stack, layer):
+        if site.kind not in self.selection.kinds or not self.selection.accepts(site, layer):
             return
-        with torch.no_grad():
-            capture = self._capture(call, site, layer)
-            if site.name in self._projections:
-                self._send(site, capture)
-            else:
-                self._trail.contexts.append(call.context.detach())
-                self._pending.append((site, capture))
-
-    def _received(self, name: str, module: nn.Module, received: Tensor) -> None:
-        if not self._pending or _replaying():
-            return
-        _, capture = self._pending[0]
-        with torch.no_grad():
-            if self._trail.leads_to(received.detach()):
-                _, heads, _, _, width = capture.shape
-                self._settle(ProjectionSource(name, module, heads, width))
-
-    def _settle(self, source: ProjectionSource | None = None) -> None:
-        """Deliver what waits for its projection, found or not."""
-        pending, self._pending, self._trail = self._pending, [], ContextTrail()
-        if pending:
-            self._projections.setdefault(pending[0][0].name, source)
-        with torch.no_grad():
-            for site, capture in pending:
-                self._send(site, capture)
-
-    def _send(self, site: Site, capture: Capture) -> None:
-        source = self._projections[site.name]
-        output, reason = source.read() if source is not None else (None, NOT_FOUND)
-        capture = replace(capture, output=output, projection_reason=reason)
-        with torch.autocast(capture.context.device.type, enabled=False):
-            self._deliver(capture)
-
-    def _capture(self, call: InterfaceCall, site: Site, layer: int) -> Capture:
-        arguments = call.arguments
-        query, key, value = (arguments[name].detach() for name in ("query", "key", "value"))
-        context = call.context.detach()
-        if context.dim() != 4 or context.shape[2] * context.shape[3] != (
-            query.shape[1] * value.shape[3]
-        ):
-            raise CaptureError(
-                f"{site.name}: the attention function returned {list(context.shape)} where "
-                f"[B, Q, H, D] was expected for query {list(query.shape)}."
-            )
-        context = context.transpose(1, 2)
-        query = query.expand(context.shape[0], -1, -1, -1)
-        key, value = (t.expand(context.shape[0], -1, -1, -1) for t in (key, value))
-        masking = self._masking(call, query, key)
-        if masking.causal:
-            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        scaling = arguments.get("scaling")
-        return Capture(
-            site=site.name,
+        self.fired.add(site.name)
+        capture = build()
+        batch = capture.context.shape[0]
+        folded = self._batch is not None and batch > self._batch and batch % self._batch == 0
+        capture = replace(
+            capture,
             layer=layer,
             stack=site.stack,
             kind=site.kind,
             call=self._order.count(site, layer),
-            query=query,
-            grouped_key=key,
-            grouped_value=value,
-            context=context,
-            masking=masking,
-            scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            dropout=float(arguments.get("dropout") or 0.0),
-            softcap=arguments.get("softcap"),
-            sinks=_sinks(arguments),
-            implementation=call.implementation,
+            padding=self._padding[-1],
+            windows=batch // self._batch if folded and self._batch else 1,
         )
+        known = self._projections.get(site.name)
+        if known is not None:
+            self._send(capture, known, self._order.ordinal(site))
+        else:
+            capture = replace(capture, context=capture.context.clone())
+            self._pending.append(capture)
+            self._trail.add(capture.context)
+
+    def _received(self, name: str, module: nn.Module, received: Tensor) -> None:
+        if not self._pending or replaying():
+            return
+        with _unobserved():
+            complete = self._trail.arrive(name, module, received.detach())
+        if complete:
+            self._settle()
+
+    def _heard_linear(self, received: Tensor, weight: Tensor) -> None:
+        """A linear function that no module call shows, such as that of `nn.MultiheadAttention`."""
+        if not self._pending:
+            return
+        if self._owners is None:
+            self._owners = weight_owners(self.model)
+        owner = self._owners.get(id(weight))
+        if owner is not None:
+            self._received(*owner, received)
+
+    def _settle(self) -> None:
+        """Deliver what waits for its projection, found or not."""
+        if not self._pending:
+            return
+        pending, trail = self._pending, self._trail
+        self._pending, self._trail = [], ContextTrail()
+        projections = trail.projections()
+        self._projections.setdefault(pending[0].site, projections)
+        for ordinal, capture in enumerate(pending):
+            self._send(capture, projections, ordinal)
+
+    def _send(self, capture: Capture, projections: Projections, ordinal: int) -> None:
+        device = capture.context.device.type
+        with _unobserved(), torch.autocast(device, enabled=False):
+            output, reason = projections.read(ordinal)
+            self._deliver(replace(capture, output=output, projection_reason=reason))
 
     def _masking(self, call: InterfaceCall, query: Tensor, key: Tensor) -> Masking:
         """Normalise each distinct mask once per forward; its layers share what is known of it."""
@@ -198,7 +255,9 @@ class Tap:
     def _forget(self) -> None:
         self._clear()
         self._running.clear()
+        self._padding.clear()
         self._projections.clear()
+        self._owners = None
 
 
 class _LayerOrder:
@@ -208,9 +267,10 @@ class _LayerOrder:
         self._invoked: set[str] = set()
         self._repeating: set[str] = set()
         self._layer: dict[str, int] = {}  # stack → layer of its latest invocation
+        self._ordinal: Counter[str] = Counter()
         self._calls: Counter[tuple[str, int]] = Counter()
 
-    def restart(self, root: nn.Module) -> None:
+    def restart(self) -> None:
         """Begin a nested forward: the layers of an encoder called twice count anew."""
         self._invoked.clear()
         self._repeating.clear()
@@ -225,28 +285,56 @@ class _LayerOrder:
         if site.stack in self._repeating:
             layer = max(layer, self._layer.get(site.stack, -1) + 1)
         self._layer[site.stack] = layer
+        self._ordinal[site.name] = 0
 
     def layer(self, site: Site) -> int:
         """Layer of the invocation that is running."""
         return self._layer.get(site.stack, site.layer)
 
+    def ordinal(self, site: Site) -> int:
+        """Position of the current call among those of its invocation, counted from zero."""
+        return self._ordinal[site.name] - 1
+
     def count(self, site: Site, layer: int) -> int:
         """Number of earlier calls of the same layer in this forward; counts this one."""
         index = self._calls[site.stack, layer]
         self._calls[site.stack, layer] += 1
+        self._ordinal[site.name] += 1
         return index
 
 
-def _sinks(arguments: dict[str, Any]) -> Tensor | None:
-    sinks = arguments.get("s_aux")
-    sinks = arguments.get("sinks") if sinks is None else sinks
-    return None if sinks is None else sinks.detach()
+@contextmanager
+def _unobserved() -> Iterator[None]:
+    """Work of ours: no gradients, and no torch function seen by any mode."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
 
 
-def _replaying() -> bool:
-    """Whether this runs inside a backward pass: gradient checkpointing replays forwards there."""
-    return torch._C._current_graph_task_id() != -1
+def _batch_size(args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
+    """First dimension of the first tensor a forward is given."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.dim():
+            return value.shape[0]
+    return None
 
 
-def _on_exit(stack: ExitStack, handle: torch.utils.hooks.RemovableHandle) -> None:
-    stack.callback(handle.remove)
+def _padding_mask(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """The `[B, N]` attention mask a forward is given, as real tokens."""
+    given = kwargs.get("attention_mask")
+    if given is None and len(args) > 1:
+        try:
+            bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+        except TypeError:  # the forward will complain in its own words
+            return None
+        given = bound.arguments.get("attention_mask")
+    if not isinstance(given, Tensor) or given.dim() != 2 or given.is_floating_point():
+        return None
+    return given != 0
+
+
+def _kind_of_input(
+    module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[object, ...]:
+    """What decides which paths a forward takes: which inputs are given, and the mode."""
+    given = frozenset(name for name, value in kwargs.items() if value is not None)
+    return len(args), given, module.training

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from attnlens.capture import Capture
+from attnlens.capture import Capture, LayerCapture
 from attnlens.errors import InputError
 
 Self = TypeVar("Self", bound="Observer")
@@ -72,6 +72,36 @@ class Observer(ABC):
         Args:
             state: what :meth:`state_dict` returned.
         """
+
+
+class LayerObserver(Observer):
+    """An observer of whole layers instead of attention calls."""
+
+    def wants(self, capture: Capture) -> bool:
+        """Decline attention calls."""
+        return False
+
+    def update(self, capture: Capture) -> None:
+        """Ignore an attention call.
+
+        Args:
+            capture: the call.
+        """
+
+    def wants_layer(self, layer: LayerCapture) -> bool:
+        """Tell whether a layer concerns this observer."""
+        return self.layers is None or layer.layer in self.layers
+
+    @abstractmethod
+    def update_layer(self, layer: LayerCapture) -> None:
+        """Take one layer call into account.
+
+        Args:
+            layer: the call.
+        """
+
+    def end_forward(self) -> None:
+        """Close a forward pass of the model; whatever was kept for it can go."""
 
 
 class SumObserver(Observer):

@@ -95,8 +95,7 @@ class EffectiveAttention(Observer):
             )
         raw = capture.attention()
         effective = capture.value_basis(self.simplex).project(raw)
-        support = capture.support
-        mask = support.mask(0, queries) & support.active(queries)[..., None]
+        mask = capture.support.mask(0, queries) & capture.real_rows[..., None]
         mask = mask[:, list(chosen)] if masks > 1 else mask
         index = list(chosen)
         self._maps.append(

@@ -20,6 +20,7 @@ from attnlens.functional.statistics import (
     pearson,
     row_sums,
 )
+from attnlens.kernels import Backend, row_statistics
 from attnlens.observers.base import SumObserver, Sums
 
 Fields = Literal["all", "null_space"]
@@ -103,6 +104,8 @@ class HeadStatistics(SumObserver):
         fields: `"all"`, or `"null_space"` for what needs no pass over the attention logits:
             tokens, rank, nullities, condition, `‖A⊥‖_F` and output norm. The rest is then NaN.
         rtol: relative threshold for the numerical rank; by default `max(n, D) · eps(float32)`.
+        backend: `"torch"`, `"triton"`, or `"auto"` for Triton on CUDA tensors where it is
+            installed.
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
@@ -114,12 +117,14 @@ class HeadStatistics(SumObserver):
         *,
         fields: Fields = "all",
         rtol: float | None = None,
+        backend: Backend = "auto",
     ) -> None:
         super().__init__(layers)
         if fields not in ("all", "null_space"):
             raise InputError(f'fields must be "all" or "null_space". Got {fields!r}.')
         self.fields = fields
         self.rtol = rtol
+        self.backend = backend
 
     def update(self, capture: Capture) -> None:
         """Add the examples of one attention call.
@@ -127,24 +132,23 @@ class HeadStatistics(SumObserver):
         Args:
             capture: the call.
         """
-        support = capture.support
-        _, _, queries, keys, width = capture.shape
+        *_, keys, width = capture.shape
         rtol = default_rtol(keys, width) if self.rtol is None else self.rtol
         output = capture.output
         rows: RowSums | None = None
         if capture.exact_context:
-            context = capture.context.double()
+            context = capture.context
             if output is not None and output.factor is not None:
-                context = context @ output.factor.to(context)
-            rows = _stream_rows(capture) if self.fields == "all" else None
+                context = context.double() @ output.factor.to(context.device)
+            rows = _stream_rows(capture, self.backend) if self.fields == "all" else None
         else:
             rows, context = _recompute(capture, self.fields == "all")
         space = capture.prepared_values(grouped=True)
         gram = None
         if output is not None and output.factor is None:
             gram = output.gram
-        null_space = null_space_sums(space, context, support, rtol, gram)
-        active = support.active(queries).expand(*context.shape[:3])
+        active = capture.real_rows.expand(*context.shape[:3])
+        null_space = null_space_sums(space, context, capture.support, rtol, gram, active)
         self.add((capture.stack, capture.layer), _sums(capture, null_space, rows, active))
 
     def compute(self) -> HeadStatisticsResult:
@@ -185,8 +189,22 @@ class HeadStatistics(SumObserver):
             )
 
 
-def _stream_rows(capture: Capture) -> RowSums:
-    """Row sums over blocks of query rows."""
+def _stream_rows(capture: Capture, backend: Backend) -> RowSums:
+    """Row sums in one streaming pass; no attention matrix is built."""
+    query, key, scaling = capture.query, capture.grouped_key, capture.scaling
+    if capture.streams and query is not None and key is not None and scaling is not None:
+        masking = capture.masking
+        rows = row_statistics(
+            query,
+            key,
+            mask=masking.mask,
+            bias=masking.bias,
+            causal=masking.causal,
+            scaling=scaling,
+            backend=backend,
+        )
+        total = torch.isfinite(rows.logsumexp).double()  # a row with keys sums to one
+        return RowSums(total, rows.square_sum.double(), rows.entropy.double())
     blocks = [row_sums(attention) for _, attention in capture.attention_chunks()]
     return RowSums(*(torch.cat(parts, -1) for parts in zip(*blocks, strict=True)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -26,7 +27,8 @@ class Recording(Observer):
         Args:
             capture: the call.
         """
-        self.captures.append(capture)
+        # A model may change its context in place after the call.
+        self.captures.append(replace(capture, context=capture.context.clone()))
 
     def compute(self) -> list[Capture]:
         """Return the captures in the order of their calls."""

@@ -1,0 +1,250 @@
+"""Bundles of tangents, and how one layer of a model carries them.
+
+A tangent is a direction in the space of hidden states. ``push_forward`` multiplies many of
+them at once by a layer's Jacobian, ``pull_back`` by its transpose, without ever forming it.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import jvp, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from attnlens.errors import InputError
+
+Layer = Callable[[Tensor], Tensor]
+"""A map of hidden states, [B, K, M] to [B, K, M], with every other argument bound."""
+
+
+def source_probes(
+    hidden_size: int,
+    probes: int | None = None,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Draw orthogonal probes ω of length √(M/k), for which Σ‖Jω‖² is an estimate of ‖J‖²_F.
+
+    The estimate is unbiased, and exact when k = M. The global random state is left alone, and
+    a seed gives the same probes on every device.
+
+    Args:
+        hidden_size: M, the number of components of a hidden state.
+        probes: k, the number of probes; ``None`` means M, the coordinate axes.
+        seed: seed of the probes.
+        dtype: floating dtype of the result.
+        device: device of the result.
+
+    Returns:
+        Probes as rows, [k, M].
+
+    Raises:
+        InputError: if ``probes`` lies outside 1 … M.
+    """
+    if probes is None or probes == hidden_size:
+        return torch.eye(hidden_size, dtype=dtype, device=device)
+    if not 1 <= probes <= hidden_size:
+        raise InputError(
+            f"probes must lie between 1 and the hidden size, {hidden_size} "
+            f"(None means exact). Got {probes}."
+        )
+    generator = torch.Generator().manual_seed(seed)
+    gaussian = torch.randn(hidden_size, probes, generator=generator, dtype=torch.float64)
+    basis = torch.linalg.qr(gaussian).Q
+    return (basis.mT * math.sqrt(hidden_size / probes)).to(device, dtype)
+
+
+def seed_tangents(hidden: Tensor, positions: Tensor, probes: Tensor) -> Tensor:
+    """Place every probe at every given token.
+
+    Examples do not influence one another, so one tangent carries the token at a position of
+    every example of the batch.
+
+    Args:
+        hidden: hidden states, [B, K, M]; only shape, dtype and device are used.
+        positions: token positions, [S].
+        probes: probes as rows, [k, M].
+
+    Returns:
+        Tangents, [S, k, B, K, M], zero except at their own token.
+    """
+    batch, tokens, size = hidden.shape
+    tangents = hidden.new_zeros(len(positions), len(probes), batch, tokens, size)
+    rows = torch.arange(len(positions), device=hidden.device)
+    tangents[rows, :, :, positions] = probes[:, None].to(hidden)  # left side: [S, k, B, M]
+    return tangents
+
+
+def push_forward(
+    layer: Layer,
+    hidden: Tensor,
+    tangents: Tensor,
+    *,
+    memory_budget: int = 2**30,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Push tangents through a layer: J t, with J the layer's Jacobian at ``hidden``.
+
+    Works with gradients recorded or not and in inference mode, records none, and draws no
+    random numbers.
+
+    Args:
+        layer: the layer as a function of its hidden state alone. It is called once per chunk:
+            dropout must be off, and it must not write a cache.
+        hidden: the layer's actual input, [B, K, M].
+        tangents: tangents at that input, [..., B, K, M].
+        memory_budget: bytes that may be held beside ``tangents`` and the result. One tangent
+            is the smallest chunk, whatever it takes.
+        out: contiguous tensor that receives the result. ``tangents`` itself may be given,
+            which saves a second bundle.
+
+    Returns:
+        Tangents at the layer's output, [..., B, K, M].
+    """
+    hidden = hidden.detach()
+
+    def push(tangent: Tensor) -> Tensor:
+        # Under autocast the dtype may change from layer to layer; a tangent follows its primal.
+        return jvp(layer, (hidden,), (tangent.to(hidden.dtype),))[1]
+
+    return _in_chunks(push, tangents, memory_budget, out)
+
+
+def pull_back(
+    layer: Layer,
+    hidden: Tensor,
+    cotangents: Tensor,
+    *,
+    memory_budget: int = 2**30,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Pull cotangents back through a layer: Jᵀ t, with J the layer's Jacobian at ``hidden``.
+
+    Args:
+        layer: the layer, as for :func:`push_forward`.
+        hidden: the layer's actual input, [B, K, M].
+        cotangents: cotangents at the layer's output, [..., B, K, M].
+        memory_budget: bytes, as for :func:`push_forward`.
+        out: contiguous tensor that receives the result; may be ``cotangents``.
+
+    Returns:
+        Cotangents at the layer's input, [..., B, K, M].
+    """
+    hidden = hidden.detach()
+
+    def pull(cotangent: Tensor) -> Tensor:
+        linearised = vjp(layer, hidden)
+        output, transpose = linearised[0], linearised[1]
+        return transpose(cotangent.to(output.dtype))[0]
+
+    return _in_chunks(pull, cotangents, memory_budget, out)
+
+
+def layer_output(layer: Layer, hidden: Tensor) -> Tensor:
+    """Run a layer once, as deterministically as its derivatives are taken.
+
+    Args:
+        layer: the layer, as for :func:`push_forward`.
+        hidden: the layer's input, [B, K, M].
+
+    Returns:
+        The layer's output, [B, K, M].
+    """
+    # Mapped over a dummy, because inside vmap a random operation raises instead of drawing.
+    run = vmap(lambda _: layer(hidden), out_dims=None)
+    with _differentiable():
+        return _apply(run, hidden.new_zeros(1))
+
+
+@contextmanager
+def _differentiable() -> Generator[None]:
+    # Neither the fused kernels of scaled dot product attention nor the fast path of
+    # nn.TransformerEncoderLayer has a forward-mode derivative.
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+def _in_chunks(
+    derivative: Callable[[Tensor], Tensor], tangents: Tensor, budget: int, out: Tensor | None
+) -> Tensor:
+    # The first chunk is one tangent; what it takes at its peak says how many fit at once.
+    out = torch.empty_like(tangents) if out is None else out
+    shape = tangents.shape[-3:]
+    source, result = tangents.reshape(-1, *shape), out.view(-1, *shape)
+    mapped = vmap(derivative)
+    with _differentiable():
+        with _PeakMemory() as memory:
+            first = _apply(mapped, source[:1])
+        if first.shape[1:] != shape:
+            raise InputError(
+                f"A layer of a chain must keep the shape of its hidden state, {list(shape)}. "
+                f"Got {list(first.shape[1:])}."
+            )
+        result[:1] = first
+        size = max(1, budget // max(1, memory.peak))
+        for start in range(1, len(source), size):
+            chunk = slice(start, start + size)
+            result[chunk] = _apply(mapped, source[chunk])
+    return out
+
+
+def _apply(mapped: Callable[[Tensor], Tensor], tangents: Tensor) -> Tensor:
+    try:
+        return mapped(tangents)
+    except RuntimeError as error:
+        if "randomness" not in str(error):
+            raise
+        raise InputError(
+            "A layer draws random numbers, so it has no one Jacobian: switch dropout off with "
+            "model.eval()."
+        ) from error
+
+
+class _PeakMemory(TorchDispatchMode):
+    """Measures the bytes that operations hold at once, by the lifetime of their storages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live = 0
+        self._known = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        for _ in self._unknown_storages((args, kwargs)):
+            pass  # known from here on: inputs and parameters are not held by the operation
+        result = func(*args, **(kwargs or {}))
+        for storage in self._unknown_storages(result):
+            self._live += storage.nbytes()
+            weakref.finalize(storage, self._release, storage.nbytes())
+        self.peak = max(self.peak, self._live)
+        return result
+
+    def _unknown_storages(self, tree: Any) -> Iterator[torch.UntypedStorage]:
+        for leaf in tree_iter(tree):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage() not in self._known:
+                storage = leaf.untyped_storage()
+                self._known[storage] = None
+                yield storage
+
+    def _release(self, size: int) -> None:
+        self._live -= size

@@ -1,0 +1,71 @@
+"""Small example inputs for a model, from what its configuration says."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attnlens.errors import InputError
+
+_TOKENS = 12
+_PADDING = 4
+
+
+def example_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Make two examples that a model accepts, the second padded where the model takes a mask.
+
+    Args:
+        model: a pretrained model of text, images or audio.
+
+    Returns:
+        Keyword inputs.
+
+    Raises:
+        InputError: if the model's main input is of a kind that cannot be made up.
+    """
+    generator = torch.Generator().manual_seed(0)
+    accepted = inspect.signature(model.forward).parameters
+    main = model.main_input_name
+    inputs: dict[str, Tensor] = {}
+    if main == "input_ids" or "input_ids" in accepted:
+        inputs |= _tokens(model.config, accepted, generator)
+    if "pixel_values" in accepted and (main == "pixel_values" or _part(model.config, "vision")):
+        inputs["pixel_values"] = _pixels(model.config, generator)
+    if main == "input_values":
+        inputs["input_values"] = torch.randn(2, 4000, generator=generator)
+    if main not in inputs:
+        raise InputError(
+            f"{type(model).__name__} takes {main!r}, for which no example can be made up. Pass "
+            f"inputs={{{main!r}: ...}}."
+        )
+    return {name: tensor.to(model.device) for name, tensor in inputs.items()}
+
+
+def _tokens(config: Any, accepted: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    text = _part(config, "text") or config
+    size = min(int(getattr(text, "vocab_size", 100)), 30_000)
+    ids = torch.randint(min(5, size - 1), size, (2, _TOKENS), generator=generator)
+    inputs = {"input_ids": ids}
+    if "attention_mask" in accepted:
+        mask = torch.ones_like(ids)
+        mask[1, -_PADDING:] = 0
+        inputs["attention_mask"] = mask
+    if "decoder_input_ids" in accepted and getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = ids[:, : _TOKENS // 2].clone()
+    return inputs
+
+
+def _pixels(config: Any, generator: torch.Generator) -> Tensor:
+    vision = _part(config, "vision") or config
+    size = getattr(vision, "image_size", 224)
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[:2]
+    channels = getattr(vision, "num_channels", 3)
+    return torch.randn(2, channels, height, width, generator=generator)
+
+
+def _part(config: Any, name: str) -> Any:
+    return getattr(config, f"{name}_config", None)

@@ -1,0 +1,198 @@
+"""Slow float64 twins: loops over examples, heads and rows, scipy and numpy, no cleverness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import scipy.linalg
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[np.float64]
+EPS = float(np.finfo(np.float32).eps)
+
+# The accuracy bar: relative Frobenius error per head, by the precision of the inputs.
+BARS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
+
+
+def dense_mask(mask: Tensor | None, batch: int, heads: int, queries: int, keys: int) -> Tensor:
+    """Expand a mask to `[B, H, Q, K]` bool."""
+    if mask is None:
+        return torch.ones(batch, heads, queries, keys, dtype=torch.bool)
+    if mask.dim() == 2:
+        mask = mask[:, None, None]
+    return mask.bool().expand(batch, heads, queries, keys)
+
+
+def seen_values(
+    value: Tensor, head: int, projection: Tensor | None = None, simplex: bool = False
+) -> Array:
+    """`T = V H` of one head, or V without H, with a constant column when simplex."""
+    seen = value.double().numpy()
+    if projection is not None:
+        seen = seen @ projection[head].double().numpy()
+    return np.concatenate([seen, np.ones((len(seen), 1))], 1) if simplex else seen
+
+
+def supports(mask: Tensor) -> Iterator[tuple[list[int], Array]]:
+    """Group the rows of one head's `[Q, K]` mask by support: `(rows, keys)`."""
+    groups: dict[bytes, list[int]] = {}
+    for row, keys in enumerate(mask.numpy()):
+        groups.setdefault(keys.tobytes(), []).append(row)
+    for rows in groups.values():
+        yield rows, np.flatnonzero(mask[rows[0]].numpy())
+
+
+def projector(values: Array, rtol: float) -> Array:
+    """Orthogonal projector onto the column space, by way of scipy's left null space."""
+    free = scipy.linalg.null_space(values.T, rcond=rtol)
+    return np.eye(len(values)) - free @ free.T
+
+
+def effective_attention(
+    attention: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    projection: Tensor | None = None,
+    simplex: bool = False,
+) -> Tensor:
+    """`A⊥`, head by head and support by support, `[B, H, Q, K]` float64."""
+    batch, heads, queries, keys = attention.shape
+    rtol = max(keys, value.shape[-1]) * EPS
+    dense = dense_mask(mask, batch, heads, queries, keys)
+    result = np.zeros(attention.shape)
+    for example in range(batch):
+        for head in range(heads):
+            values = seen_values(value[example, head], head, projection, simplex)
+            given = attention[example, head].double().numpy()
+            for rows, seen in supports(dense[example, head]):
+                if len(seen):
+                    block = np.ix_(rows, seen)
+                    result[example, head][block] = given[block] @ projector(values[seen], rtol)
+    return torch.from_numpy(result)
+
+
+def ranks(
+    value: Tensor,
+    mask: Tensor | None = None,
+    queries: int = 1,
+    projection: Tensor | None = None,
+    simplex: bool = False,
+) -> Tensor:
+    """Numerical rank of the values each row may attend to, `[B, H, Q]`."""
+    batch, heads, keys, width = value.shape
+    dense = dense_mask(mask, batch, heads, queries, keys)
+    result = torch.zeros(batch, heads, queries, dtype=torch.int64)
+    for example in range(batch):
+        for head in range(heads):
+            values = seen_values(value[example, head], head, projection, simplex)
+            for rows, seen in supports(dense[example, head]):
+                result[example, head, rows] = _rank(values[seen], max(keys, width) * EPS)
+    return result
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None = None,
+    scaling: float | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention, row by row, `[B, H, Q, K]` float64; rows that see nothing are zero."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    logits = scaling * torch.einsum("bhqd,bhkd->bhqk", query.double(), key.double())
+    logits = logits if bias is None else logits + bias.double()
+    dense = dense_mask(mask, *logits.shape)
+    result = torch.zeros_like(logits)
+    for index in np.ndindex(*logits.shape[:3]):
+        seen = dense[index]
+        weights = (logits[index][seen] - logits[index].max()).exp()
+        result[index][seen] = weights / weights.sum()
+    return result
+
+
+def relative_errors(found: Tensor, expected: Tensor) -> Tensor:
+    """Relative Frobenius error per example and head, `[B, H]`; absolute where nothing is there."""
+    error = (found.double() - expected.double()).square().sum((-2, -1)).sqrt()
+    scale = expected.double().square().sum((-2, -1)).sqrt()
+    return error / torch.where(scale > 0, scale, 1.0)
+
+
+def head_statistics(
+    attention: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    real: Tensor,
+    projection: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Every field of `HeadStatistics`, from dense float64 matrices, averaged over examples.
+
+    Args:
+        attention: `[B, H, Q, K]`, zero where masked.
+        value: `[B, H, K, D]`.
+        mask: bool, broadcastable to `[B, H, Q, K]`, or None.
+        real: `[B, Q]` bool, the query rows that count.
+        projection: `[H, D, M]` or None.
+
+    Returns:
+        `[H]` float64 by name. Examples without a real row do not count.
+    """
+    batch, heads, queries, keys = attention.shape
+    dense = dense_mask(mask, batch, heads, queries, keys)
+    effective = effective_attention(attention, value, dense, projection)
+    rank = ranks(value, dense, queries, projection)
+    simplex_rank = ranks(value, dense, queries, projection, simplex=True)
+    per_head = []
+    for head in range(heads):
+        examples, raw_entries, effective_entries = [], [], []
+        for example in range(batch):
+            rows = real[example].numpy()
+            if not rows.any():
+                continue
+            seen = dense[example, head].numpy()[rows]
+            raw = attention[example, head].double().numpy()[rows]
+            visible = effective[example, head].numpy()[rows]
+            keys_seen = dense[example, head].numpy().any(0)
+            values = seen_values(value[example, head], head, projection)
+            sizes = seen.sum(1)
+            nullity = sizes - rank[example, head].numpy()[rows]
+            examples.append({
+                "tokens": keys_seen.sum(),
+                "rank": rank[example, head].numpy()[rows].mean(),
+                "nullity": nullity.mean(),
+                "nullity_min": nullity.min(),
+                "nullity_max": nullity.max(),
+                "simplex_nullity": (sizes - simplex_rank[example, head].numpy()[rows]).mean(),
+                "condition": condition(values[keys_seen], max(keys, value.shape[-1]) * EPS),
+                "attention_norm": np.linalg.norm(raw),
+                "effective_norm": np.linalg.norm(visible),
+                "effective_fraction": np.sum(visible**2) / np.sum(raw**2),
+                "correlation": np.corrcoef(raw[seen], visible[seen])[0, 1],
+                "entropy": -np.sum(raw[raw > 0] * np.log(raw[raw > 0])) / rows.sum(),
+                "output_norm": np.linalg.norm(raw @ np.where(keys_seen[:, None], values, 0)),
+            })
+            raw_entries.append(raw[seen])
+            effective_entries.append(visible[seen])
+        summary = {name: np.nanmean([e[name] for e in examples]) for name in examples[0]}
+        summary["nullity_min"] = min(e["nullity_min"] for e in examples)
+        summary["nullity_max"] = max(e["nullity_max"] for e in examples)
+        pooled = np.corrcoef(np.concatenate(raw_entries), np.concatenate(effective_entries))
+        per_head.append({**summary, "pooled_correlation": pooled[0, 1], "examples": len(examples)})
+    return {
+        name: torch.tensor([float(head[name]) for head in per_head], dtype=torch.float64)
+        for name in per_head[0]
+    }
+
+
+def condition(values: Array, rtol: float) -> float:
+    """Largest over smallest singular value above the threshold."""
+    sigma = np.linalg.svd(values, compute_uv=False)
+    kept = sigma[sigma > rtol * sigma[0]]
+    return float(kept[0] / kept[-1])
+
+
+def _rank(values: Array, rtol: float) -> int:
+    sigma = np.linalg.svd(values, compute_uv=False)
+    return int((sigma > rtol * sigma.max(initial=0.0)).sum())
