@@ -160,7 +160,8 @@ class Capture:
         sinks: logits of an extra softmax column, or None.
         output: W_O as found by following the context, or None with `projection_reason`.
         projection_reason: why there is no `projection`; empty when there is one.
-        implementation: the attention implementation that ran, such as `"sdpa"`.
+        implementation: the attention implementation that ran, such as `"sdpa"`; `"direct sdpa"` or
+            `"softmax"` where the module runs its own.
         observed: `[B, H, Q, K]` A as seen in the model, where it was seen; else None.
     """
 

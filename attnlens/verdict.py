@@ -26,6 +26,9 @@ TOLERANCE = {
 }
 
 
+TRACED = ("direct sdpa", "softmax")
+
+
 @dataclass(frozen=True)
 class SiteVerdict:
     """What was found at one attention call.
@@ -34,7 +37,8 @@ class SiteVerdict:
         site: qualified name of the attention module.
         layer: layer index in its stack.
         kind: encoder or decoder self-attention, or cross-attention.
-        tap: how A is known: the attention implementation, or `"softmax"` where A was seen.
+        tap: how A is known: the attention implementation of transformers' interface, or
+            `"direct sdpa"` or `"softmax"` where the module runs its own attention.
         shape: `(B, H, Q, K, D)`.
         windows: windows or blocks of one example folded into B.
         mask: `"none"`, `"padding"`, `"interval"` (causal, sliding) or `"rows"`; `"+ bias"` where
@@ -61,6 +65,11 @@ class SiteVerdict:
     projection_rank: int | None
     output_error: float | None
     exact: bool
+
+    @property
+    def traced(self) -> bool:
+        """Whether the module runs its own attention, outside transformers' interface."""
+        return self.tap in TRACED
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,8 @@ def factor_values(values: Tensor, gram: Tensor, keys: Tensor, rtol: float) -> Wh
     width = values.shape[-1]
     sizes = keys.sum(-1)
     flat_gram = gram.reshape(-1, width, width)
+    if not bool((sizes <= width).any()):
+        return whiten(flat_gram, rtol)
     factor = torch.zeros_like(flat_gram)
     rank = torch.zeros(flat_gram.shape[0], dtype=torch.int64, device=gram.device)
     orthonormal = torch.zeros_like(rank, dtype=torch.bool)

@@ -261,7 +261,7 @@ def prepare_values(
     Returns:
         `[B, H, K, E]` float64, E = D or D + 1.
     """
-    values = torch.where(keys[..., None], value, value.new_zeros(())).double()
+    values = selected_rows(value, keys, torch.float64)
     if factor is not None:
         values = values @ factor.to(values)
     if not simplex:
@@ -270,6 +270,23 @@ def prepare_values(
     scale = (values.square().sum((-2, -1), keepdim=True) / count).sqrt()
     scale = torch.where(scale > 0, scale, 1.0)
     return torch.cat([values, keys[..., None].to(values) * scale], -1)
+
+
+def selected_rows(tensor: Tensor, keep: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy rows in one pass, with zeros in place of those that do not count.
+
+    Args:
+        tensor: `[B, H, N, D]`, in any layout.
+        keep: `[B, G, N]` bool; rows elsewhere may hold anything, NaN included.
+        dtype: of the copy.
+
+    Returns:
+        `[B, H, N, D]`, contiguous.
+    """
+    copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
+    if not bool(keep.all()):
+        copy.masked_fill_(~keep[..., None], 0.0)
+    return copy
 
 
 def deficiency_factor(projection: Tensor, rtol: float | None = None) -> Tensor | None:

@@ -14,11 +14,14 @@ from opt_einsum import contract
 from torch import Tensor
 
 from attnlens.functional.factor import factor_values
+from attnlens.functional.nullspace import selected_rows
 from attnlens.functional.rowwise import RowwiseBasis
 from attnlens.functional.support import Support
 
 # Squared sine of the angle under which the constant vector counts as inside the value space.
 _INSIDE = 1e-8
+# Share of the square sum below which the variance of a matrix's entries is rounding.
+_CONSTANT = 1e-12
 
 
 class NullSpaceSums(NamedTuple):
@@ -89,7 +92,7 @@ def null_space_sums(
 
     Args:
         values: `[B, Hv, K, E]` float64, zero at masked keys; Hv divides H (grouped heads).
-        context: `[B, H, Q, E]` float64 outputs `O = A V`.
+        context: `[B, H, Q, E]` outputs `O = A V`, float32 or float64.
         support: the keys of every row.
         rtol: relative threshold for the numerical rank.
         output_gram: `[H, E, E]` float64 positive definite matrix X with `‖A T‖² = tr(O X Oᵀ)`,
@@ -100,27 +103,27 @@ def null_space_sums(
         The quantities, over real rows and keys only.
     """
     active = support.active(context.shape[-2]) if active is None else active
-    context = torch.where(active[..., None], context, 0.0)
+    # float64 throughout: the variance of near-uniform attention is a small difference of sums
+    context = selected_rows(context, active, torch.float64)
+    groups = context.shape[1] // values.shape[1]
     gram = values.mT @ values
     moment = context.mT @ context
-    groups = context.shape[1] // values.shape[1]
-    finite = torch.isfinite(moment).all(-1).all(-1)
-    finite &= torch.isfinite(gram).all(-1).all(-1).repeat_interleave(groups, 1)
+    finite = torch.isfinite(gram).all(-1).all(-1)
     if not bool(finite.all()):  # an eigensolver may hang or raise on NaN
-        context = torch.where(finite[..., None, None], context, 0.0)
-        kept = finite.unflatten(1, (-1, groups)).all(-1)[..., None, None]
+        kept = finite[..., None, None]
         values, gram = torch.where(kept, values, 0.0), torch.where(kept, gram, 0.0)
     output = (
         moment.diagonal(dim1=-2, dim2=-1).sum(-1)
         if output_gram is None
         else torch.einsum("bhde,hde->bh", moment, output_gram.to(moment))
     )
-    inverse, rank = _pseudo_inverse(values, gram, support, rtol)
-    condition = _condition(gram, rank, output_gram, groups)
+    factor, rank = _whitening(values, gram, support, rtol)
     if support.shared:
-        parts = _shared_parts(values, context, moment, inverse, rank, support, groups)
+        parts = _shared_parts(values, context, moment, factor, rank, support, groups)
     else:
         parts = _rowwise_parts(values, context, active, support, rtol, groups)
+    finite = finite.repeat_interleave(groups, 1) & torch.isfinite(output)
+    condition = _condition(gram, rank, output_gram, groups)
     return NullSpaceSums(**parts, condition=condition, output_square=output, finite=finite.double())
 
 
@@ -141,22 +144,24 @@ def pearson(
     """
     count = count.clamp(min=1)
     covariance = effective_square - total * effective_total / count
-    variance = (square - total.square() / count).clamp(min=0)
-    effective_variance = (effective_square - effective_total.square() / count).clamp(min=0)
-    return (covariance / (variance * effective_variance).sqrt()).clamp(-1, 1)
+    variance = square - total.square() / count
+    effective_variance = effective_square - effective_total.square() / count
+    varies = (variance > _CONSTANT * square) & (effective_variance > _CONSTANT * effective_square)
+    spread = torch.where(varies, variance * effective_variance, torch.nan).sqrt()
+    return (covariance / spread).clamp(-1, 1)
 
 
-def _pseudo_inverse(
+def _whitening(
     values: Tensor, gram: Tensor, support: Support, rtol: float
 ) -> tuple[Tensor, Tensor]:
-    """`G⁺` and the rank over all real keys, `[B, Hv, E, E]` and `[B, Hv]`."""
+    """W with `W Wᵀ = G⁺` and the rank over all real keys, `[B, Hv, E, E]` and `[B, Hv]`."""
     batch, heads, tokens, width = values.shape
     keys = support.keys
     if keys.shape[1] not in (1, heads):
         keys = keys.unflatten(1, (heads, -1))[:, :, 0]
     whitening = factor_values(values, gram, keys.expand(batch, heads, tokens), rtol)
     factor = whitening.factor.reshape(batch, heads, width, width)
-    return factor @ factor.mT, whitening.rank.reshape(batch, heads)
+    return factor, whitening.rank.reshape(batch, heads)
 
 
 def _condition(gram: Tensor, rank: Tensor, output_gram: Tensor | None, groups: int) -> Tensor:
@@ -178,29 +183,26 @@ def _shared_parts(
     values: Tensor,
     context: Tensor,
     moment: Tensor,
-    inverse: Tensor,
+    factor: Tensor,
     rank: Tensor,
     support: Support,
     groups: int,
 ) -> dict[str, Tensor]:
     """Null-space fields where all rows of an example share their keys."""
-    column = values.sum(-2)  # Vᵀ1: [B, Hv, E]
     tokens = support.tokens.double().expand(context.shape[:2])
-    inside = contract("bhd,bhde,bhe->bh", column, inverse, column)
-    repeat = (lambda t: t.repeat_interleave(groups, 1)) if groups > 1 else (lambda t: t)
-    inverse, column, inside, rank = map(repeat, (inverse, column, inside, rank.double()))
-    outside = (rank < tokens) & (tokens - inside > _INSIDE * tokens)
-    square = torch.einsum("bhde,bhde->bh", inverse, moment)
-    total = contract("bhd,bhde,bhe->bh", context.sum(-2), inverse, column)
+    ones = torch.einsum("bhe,bhef->bhf", values.sum(-2), factor)  # 1ᵀU: [B, Hv, R]
+    if groups > 1:
+        factor, ones, rank = (t.repeat_interleave(groups, 1) for t in (factor, ones, rank))
+    outside = (rank < tokens) & (tokens - ones.square().sum(-1) > _INSIDE * tokens)
     nullity = tokens - rank
     return {
-        "rank": rank,
+        "rank": rank.double(),
         "nullity": nullity,
         "nullity_min": nullity,
         "nullity_max": nullity,
         "simplex_nullity": nullity - outside.double(),
-        "effective_square": square,
-        "effective_total": total,
+        "effective_square": contract("bhde,bhdr,bher->bh", moment, factor, factor),
+        "effective_total": contract("bhd,bhdr,bhr->bh", context.sum(-2), factor, ones),
     }
 
 

@@ -119,7 +119,7 @@ def _of_direct(event: DirectCall, heads: int | None, site: str) -> Capture:
         key=key,
         scaling=query.shape[-1] ** -0.5 if event.scaling is None else float(event.scaling),
         dropout=event.dropout,
-        implementation="sdpa",
+        implementation="direct sdpa",
     )
 
 

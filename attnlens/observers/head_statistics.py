@@ -132,9 +132,9 @@ class HeadStatistics(SumObserver):
         output = capture.output
         rows: RowSums | None = None
         if capture.exact_context:
-            context = capture.context.double()
+            context = capture.context
             if output is not None and output.factor is not None:
-                context = context @ output.factor.to(context)
+                context = context.double() @ output.factor.to(context.device)
             rows = _stream_rows(capture) if self.fields == "all" else None
         else:
             rows, context = _recompute(capture, self.fields == "all")

@@ -1,0 +1,629 @@
+"""Witnesses: other attention matrices that give the same head output, constructed in float64.
+
+A simplex witness is any other row-stochastic matrix. A softmax witness is one that a head of the
+same width produces, softmax(Q'K'ᵀ·s), found by walking along the fibre {(Q, K) : AV unchanged}.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnlens.errors import InputError
+from attnlens.functional.identifiability import (
+    check_finite,
+    check_heads,
+    output_values,
+    softmax_dimension,
+    value_moments,
+    visibility,
+)
+
+_TINY = torch.finfo(torch.float64).tiny
+_ROUNDS = 10  # affine-scaling steps, after which a row is near a far vertex
+_BLOCK = 2**24  # float64 numbers held for one block of rows: 128 MiB
+_RADIUS = 0.3  # of the first step: standard deviation under A of a row's change of logits
+_SMALLEST_RADIUS = 1e-3
+_ALLOWANCE = 0.01  # residual kept during the walk, relative to the distance walked
+_CORRECTIONS = 3  # Gauss-Newton steps after each step of the walk
+_POLISHES = 6  # rounds of Gauss-Newton steps at the end, each with a fresh metric
+_DAMPING = 1e-4  # of the metric, relative to the head's largest curvature
+_RIDGE = 1e-11  # of the normal equations, relative to the head's largest block
+_SOLVE_TOLERANCE = 0.05
+_SOLVE_LIMIT = 100
+_LEAST_MOVE = 0.01  # of the distance asked for, below which a head has not moved
+
+
+@dataclass(frozen=True)
+class SimplexWitness:
+    """Another row-stochastic matrix with the same output.
+
+    Attributes:
+        attention: A', float64 [B, H, Q, K], rows on the boundary of the simplex where they moved.
+        residual: ‖A'T − AT‖ / ‖AT‖ over the rows that count, [B, H].
+        total_variation: ½ Σ_j |a'_ij − a_ij|, [B, H, Q], in [0, 1].
+        exists: True where [T, 1] has a left null space for some row, bool [B, H].
+    """
+
+    attention: Tensor
+    residual: Tensor
+    total_variation: Tensor
+    exists: Tensor
+
+
+@dataclass(frozen=True)
+class SoftmaxWitness:
+    """Other queries and keys of the same width whose attention gives the same output.
+
+    Attributes:
+        attention: A' = softmax(Q'K'ᵀ·s) under the mask, float64 [B, H, Q, K]; padded rows zero.
+        query: Q', float64 [B, H, Q, R]; padded rows as given.
+        key: K', float64 [B, H, K, R]; padded rows as given.
+        residual: ‖A'V − AV‖ / ‖AV‖ over the rows that count, [B, H].
+        distance: ‖A' − A‖ / ‖A‖ over the rows that count, [B, H].
+        converged: True where ``residual`` is within tolerance and A moved by at least a hundredth
+            of the distance asked for, bool [B, H]. Sharp heads may stop short: see ``distance``.
+        exists: True where the family of alternatives has positive dimension, bool [B, H].
+    """
+
+    attention: Tensor
+    query: Tensor
+    key: Tensor
+    residual: Tensor
+    distance: Tensor
+    converged: Tensor
+    exists: Tensor
+
+
+@dataclass(frozen=True)
+class RealisabilityRank:
+    """Ranks of row-centred logarithms, to compare with the width of a head.
+
+    Attributes:
+        rank: Rank of the row-centred log of a simplex witness, [B, H].
+        attention_rank: The same for A itself, at most ``query_width`` if A is a softmax, [B, H].
+        query_width: Width R of queries and keys.
+    """
+
+    rank: Tensor
+    attention_rank: Tensor
+    query_width: int
+
+
+@torch.no_grad()
+def simplex_witness(
+    attention: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    projection: Tensor | None = None,
+    rtol: float | None = None,
+    generator: torch.Generator | None = None,
+) -> SimplexWitness:
+    """Construct a row-stochastic A' with A'T = AT, far from A.
+
+    A row first moves within the left null space of [T, 1] towards higher entropy plus a random
+    direction, then uphill in total variation. Directions are projected in the metric of the row's
+    own entries (affine scaling), so that small probabilities do not block the way; the last step
+    ends where an entry reaches zero. Entries that are zero stay zero.
+
+    Args:
+        attention: Attention probabilities A, [B, H, Q, K].
+        value: Values V, [B, H, K, D].
+        mask: Boolean, True = may attend, broadcastable to [B, H, Q, K]; may vary by row.
+        projection: Output projection per head, [H, D, M]; matters only if its rank is below D.
+        rtol: Relative tolerance of the numerical rank, in [1e-7, 1).
+        generator: Source of the first direction; a fixed seed by default.
+
+    Returns:
+        A' with its residual and distances; A' = A where none exists.
+
+    Raises:
+        InputError: If shapes do not fit together.
+
+    References:
+        Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1.
+        Dikin, "Iterative solution of problems of linear and quadratic programming", 1967.
+    """
+    if attention.ndim != 4 or attention.shape[:2] + attention.shape[3:] != value.shape[:3]:
+        raise InputError(
+            "attention and value must be [B, H, Q, K] and [B, H, K, D], got "
+            f"{list(attention.shape)} and {list(value.shape)}"
+        )
+    groups, rows = visibility(mask, attention, value)
+    values = output_values(value, groups, projection)
+    counted = attention.double().masked_fill(~(groups & rows[..., None]), 0.0)
+    check_finite(attention=counted)
+    moved, free = counted.clone(), torch.zeros_like(rows)
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    for block in _row_blocks(attention.shape[2], counted[:, :, 0].numel() * value.shape[-1]):
+        seen = groups if groups.shape[-2] == 1 else groups[..., block, :]
+        basis, freedom = _constraint_basis(values, seen, rtol)
+        free[..., block] = (freedom > 0) & rows[..., block]
+        moved[..., block, :] = _farthest_rows(
+            counted[..., block, :], basis, free[..., block], generator
+        )
+    change = moved - counted
+    return SimplexWitness(
+        attention=attention.double() + change,
+        residual=_ratio(change @ values, counted @ values),
+        total_variation=change.abs().sum(-1) / 2,
+        exists=free.any(-1),
+    )
+
+
+@torch.no_grad()
+def realisability_rank(
+    attention: Tensor,
+    value: Tensor,
+    *,
+    query_width: int,
+    mask: Tensor | None = None,
+    rtol: float | None = None,
+    generator: torch.Generator | None = None,
+) -> RealisabilityRank:
+    """Compare the rank of a simplex witness's logits with the width of a head.
+
+    The logits of softmax(QKᵀ·s) are log A up to a constant per row, so the row-centred logarithm
+    of a matrix that a head of width R produces has rank at most R. The witness tested lies halfway
+    to the boundary of the simplex. Its rank is normally far above R. **That alone does not show
+    identifiability**: it says that this witness cannot be produced, not that none can;
+    :func:`softmax_witness` constructs some that can.
+
+    Args:
+        attention: Attention probabilities A, [B, H, Q, K].
+        value: Values V, [B, H, K, D].
+        query_width: Width R of queries and keys.
+        mask: Boolean padding mask, True = may attend, broadcastable to [B, H, Q, K].
+        rtol: Singular values up to ``rtol`` times the largest count as zero; by default
+            max(n, R) · eps(float32).
+        generator: Source of the witness's direction; a fixed seed by default.
+
+    Returns:
+        Ranks of the witness and of A.
+
+    References:
+        Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1 and its
+        public reviews.
+    """
+    groups, rows = visibility(mask, attention, value)
+    _require_shared_keys(groups)
+    witness = simplex_witness(attention, value, mask=mask, generator=generator)
+    visible = groups & rows[..., None]
+    original = attention.double()
+    halfway = (original + witness.attention) / 2
+    tolerance = groups.sum((-1, -2)).clamp_min(query_width) * torch.finfo(torch.float32).eps
+    cut = tolerance if rtol is None else torch.full_like(tolerance, rtol)
+    rank, attention_rank = (
+        torch.linalg.matrix_rank(_centred_log(matrix, visible), rtol=cut.double())
+        for matrix in (halfway, original)
+    )
+    return RealisabilityRank(rank, attention_rank, query_width)
+
+
+@torch.no_grad()
+def softmax_witness(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    scaling: float | None = None,
+    distance: float = 0.1,
+    tolerance: float = 1e-10,
+    max_iterations: int = 30,
+    generator: torch.Generator | None = None,
+) -> SoftmaxWitness:
+    """Construct queries and keys of the same width with another A' but the same output.
+
+    Each head walks along its fibre {(Q, K) : softmax(QKᵀ·s)V unchanged}: a step in the null space
+    of the output's derivative that climbs ‖A' − A‖, then damped Gauss-Newton steps back to the
+    fibre. Steps are minimal in the Fisher metric of the rows, in which moves that change logits but
+    not A cost nothing; changes of (Q, K) that leave A alone are never taken. No Jacobian is formed.
+    Sharp heads have little room (their rows sit near vertices of the simplex) and may stop short.
+
+    Args:
+        query: Queries, [B, H, Q, R].
+        key: Keys, [B, H, K, R], grouped-query heads repeated.
+        value: Values, [B, H, K, D].
+        mask: Boolean padding mask, True = may attend, broadcastable to [B, H, Q, K].
+        scaling: Factor s of the logits; R^-½ by default.
+        distance: Wanted ‖A' − A‖ / ‖A‖, reached to a few per cent where there is room.
+        tolerance: Largest accepted ‖A'V − AV‖ / ‖AV‖.
+        max_iterations: Largest number of steps of the walk.
+        generator: Source of the first direction; a fixed seed by default.
+
+    Returns:
+        Q', K' and A' with residual and distance; those given where no witness exists.
+
+    Raises:
+        InputError: If shapes do not fit, ``distance`` is not positive or the mask varies by row.
+    """
+    check_heads(query, key, value)
+    if distance <= 0:
+        raise InputError(f"distance must be positive, got {distance}")
+    groups, rows = visibility(mask, query, key)
+    _require_shared_keys(groups)
+    real = torch.cat([rows, groups.squeeze(-2)], dim=-1)[..., None]
+    given = torch.cat([query, key], dim=-2).double()
+    queries, keys = given.masked_fill(~real, 0.0).split([query.shape[-2], key.shape[-2]], dim=-2)
+    check_finite(query=queries, key=keys)
+    values = output_values(value, groups, None)
+    exists = _realisable(values, groups, rows, query.shape[-1])
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    visible = groups & rows[..., None]
+    origin = _Heads(*(x.flatten(0, 1) for x in (queries, keys, values, visible)), scale=scale)
+    far = simplex_witness(origin.attention.view_as(visible), values, mask=mask, generator=generator)
+    moving = exists.flatten().nonzero().squeeze(-1)
+    part, start = origin.take(moving), far.attention.flatten(0, 1)[moving]
+    walked = _walk(part, start - part.attention, distance, max_iterations)
+    point = origin.point.index_copy(0, moving, _polish(part, walked, tolerance))
+    found = origin.at(point)
+    moved = _ratio(found.attention - origin.attention, origin.attention).view_as(exists)
+    residual = found.miss(origin).view_as(exists)
+    new = torch.where(real, point.view_as(given), given)
+    return SoftmaxWitness(
+        attention=found.attention.view_as(visible),
+        query=new[..., : query.shape[-2], :],
+        key=new[..., query.shape[-2] :, :],
+        residual=residual,
+        distance=moved,
+        converged=exists & (residual <= tolerance) & (moved >= _LEAST_MOVE * distance),
+        exists=exists,
+    )
+
+
+def _realisable(values: Tensor, groups: Tensor, rows: Tensor, width: int) -> Tensor:
+    """Return where heads of this width have a family of alternatives, bool [B, H]."""
+    moments = value_moments(values, groups, None)
+    tokens, contrasts = moments.tokens.squeeze(-1), moments.rank_with_ones.squeeze(-1) - 1
+    return softmax_dimension(tokens, width, contrasts, queries=rows.sum(-1)) > 0
+
+
+def _require_shared_keys(groups: Tensor) -> None:
+    if groups.shape[-2] != 1:
+        raise InputError(
+            "the mask varies by row (causal, window or packed); only padding masks are supported "
+            "here. simplex_witness and identifiability accept any mask"
+        )
+
+
+def _ratio(change: Tensor, reference: Tensor) -> Tensor:
+    """Return ‖change‖ / ‖reference‖ over the last two axes; 0 where nothing changed."""
+    return change.norm(dim=(-2, -1)) / reference.norm(dim=(-2, -1)).clamp_min(_TINY)
+
+
+def _centred_log(attention: Tensor, visible: Tensor) -> Tensor:
+    """Return each row's logits less their mean over visible keys; 0 where hidden."""
+    logits = attention.clamp_min(_TINY).log().masked_fill(~visible, 0.0)
+    mean = logits.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp_min(1)
+    return (logits - mean).masked_fill(~visible, 0.0)
+
+
+def _row_blocks(queries: int, numbers_per_row: int) -> list[slice]:
+    size = max(1, _BLOCK // max(1, numbers_per_row))
+    return [slice(first, first + size) for first in range(0, queries, size)]
+
+
+def _constraint_basis(values: Tensor, groups: Tensor, rtol: float | None) -> tuple[Tensor, Tensor]:
+    """Basis of the columns of [T, 1] on the visible keys, and the freedom left to a row.
+
+    Returns:
+        Basis, [B, H, G, K, D + 1], its last columns zero if the rank is below D + 1, and the
+        dimension of the left null space, [B, H, G].
+    """
+    moments = value_moments(values, groups, rtol)
+    squares, axes = (entry.flip(-1) for entry in torch.linalg.eigh(moments.centred))
+    kept = squares > moments.cut
+    scale = torch.where(kept, squares.clamp_min(_TINY).rsqrt(), 0.0)
+    centred = values[:, :, None] - moments.mean[..., None, :]
+    ones = moments.tokens.clamp_min(1).to(values)[..., None, None].rsqrt()
+    basis = torch.cat(
+        [ones.expand(*groups.shape, 1), centred @ (axes * scale[..., None, :])], dim=-1
+    )
+    return basis * groups[..., None], moments.tokens - moments.rank_with_ones
+
+
+def _farthest_rows(
+    attention: Tensor, basis: Tensor, free: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Move rows far from where they are, keeping their products with the basis.
+
+    Args:
+        attention: Rows A, [B, H, Q, K].
+        basis: Columns to stay orthogonal to, [B, H, G, K, R].
+        free: Rows that may move, [B, H, Q].
+        generator: Source of the first direction.
+
+    Returns:
+        Rows A' ≥ 0, [B, H, Q, K].
+    """
+    shape, device = attention.shape, generator.device
+    noise = torch.randn(shape, generator=generator, dtype=attention.dtype, device=device)
+    # The gradient of entropy: sharp rows have room only towards more even ones.
+    uphill = noise.to(attention.device) - attention.clamp_min(_TINY).log()
+    moved = attention
+    for remaining in reversed(range(_ROUNDS)):
+        step = _null_step(moved, basis, uphill)
+        # Short of the boundary until the last step: an entry at zero would stay there.
+        length = _room(moved, step) * (0.98 if remaining else 1.0)
+        moved = (moved + step * length.masked_fill(~free[..., None], 0.0)).clamp_min(0.0)
+        uphill = (moved - attention).sign()
+    return moved
+
+
+def _null_step(rows: Tensor, basis: Tensor, uphill: Tensor) -> Tensor:
+    """Return ``uphill`` projected onto {δ : δᵀ·basis = 0} in the metric diag(rows)⁻²."""
+    weighted = rows * uphill
+    columns = torch.linalg.qr(rows[..., None] * basis)[0]
+    # Columns for the zero columns of the basis are arbitrary and constrain nothing.
+    columns = columns * basis.any(-2, keepdim=True)[..., : columns.shape[-1]]
+    left = weighted[..., None]
+    for _ in range(2):
+        left = left - columns @ (columns.mT @ left)
+    left = left.squeeze(-1)
+    noise = left.norm(dim=-1) < 1e-12 * weighted.norm(dim=-1)
+    return rows * left.masked_fill(noise[..., None], 0.0)
+
+
+def _room(rows: Tensor, step: Tensor) -> Tensor:
+    """Return the largest multiple of the step that keeps rows ≥ 0, [B, H, Q, 1]; 0 for none."""
+    limits = torch.where(step < 0, rows / -step, torch.inf).amin(-1, keepdim=True)
+    return limits.masked_fill(limits.isinf(), 0.0)
+
+
+class _Heads:
+    """N heads with A, AV and the derivative of A in closed form.
+
+    Points and steps stack queries and keys in one tensor, [N, Q + K, R].
+    """
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, *, scale: float
+    ) -> None:
+        self.query, self.key, self.value = query, key, value
+        self.visible, self.scale = visible, scale
+        logits = (scale * query @ key.mT).masked_fill(~visible, -torch.inf)
+        # Rows that do not count see nothing; softmax makes them NaN.
+        self.attention = torch.softmax(logits, dim=-1).masked_fill(~visible, 0.0)
+        self.context = self.attention @ value
+
+    @property
+    def point(self) -> Tensor:
+        return torch.cat([self.query, self.key], dim=-2)
+
+    def split(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = point.split(list(self.visible.shape[-2:]), dim=-2)
+        return query, key
+
+    def at(self, point: Tensor) -> "_Heads":
+        return _Heads(*self.split(point), self.value, self.visible, scale=self.scale)
+
+    def take(self, index: Tensor) -> "_Heads":
+        tensors = (self.query, self.key, self.value, self.visible)
+        return _Heads(*(tensor[index] for tensor in tensors), scale=self.scale)
+
+    def centred_logits(self, step: Tensor) -> Tensor:
+        """Return the change of logits along a step, less its mean under A, [N, Q, K]."""
+        query, key = self.split(step)
+        change = self.scale * (query @ self.key.mT + self.query @ key.mT)
+        return change - (self.attention * change).sum(-1, keepdim=True)
+
+    def push(self, step: Tensor) -> Tensor:
+        """Return the change of A along a step, [N, Q, K]."""
+        return self.attention * self.centred_logits(step)
+
+    def pull(self, cotangent: Tensor) -> Tensor:
+        """Return the adjoint of ``push`` at a cotangent of A, [N, Q + K, R]."""
+        weighted = self.attention * cotangent
+        weighted = self.scale * (weighted - self.attention * weighted.sum(-1, keepdim=True))
+        return torch.cat([weighted @ self.key, weighted.mT @ self.query], dim=-2)
+
+    def deviation(self, step: Tensor) -> Tensor:
+        """Return the largest standard deviation under A of a row's change of logits, [N]."""
+        return (self.push(step) * self.centred_logits(step)).sum(-1).amax(-1).sqrt()
+
+    def miss(self, origin: "_Heads") -> Tensor:
+        """Return the change of AV since the origin, relative to AV, [N]."""
+        return _ratio(self.context - origin.context, origin.context)
+
+
+class _Metric(NamedTuple):
+    """Fisher metric of the rows, per token, and what the normal equations need from it.
+
+    ``inverse`` [N, Q + K, R, R]; ``block`` [N, Q, D, D], Cholesky factors of the diagonal blocks of
+    J M⁻¹ Jᵀ with J the derivative of AV; ``ridge`` [N, 1, 1].
+    """
+
+    inverse: Tensor
+    block: Tensor
+    ridge: Tensor
+
+    def take(self, index: Tensor) -> "_Metric":
+        return _Metric(*(entry[index] for entry in self))
+
+    def gradient(self, heads: _Heads, cotangent: Tensor) -> Tensor:
+        """Return the steepest step for ⟨cotangent, A⟩, [N, Q + K, R]."""
+        return (self.inverse @ heads.pull(cotangent)[..., None]).squeeze(-1)
+
+
+def _metric(heads: _Heads) -> _Metric:
+    attention, query = heads.attention, heads.query
+    # Both enter through covariances only; centring avoids cancellation.
+    key = heads.key - heads.key.mean(-2, keepdim=True)
+    value = heads.value - heads.value.mean(-2, keepdim=True)
+    width, depth = key.shape[-1], value.shape[-1]
+    mean_key, mean_value = attention @ key, attention @ value
+    squares = _outer(query, query)
+    by_query = attention @ _outer(key, key) - _outer(mean_key, mean_key)
+    by_key = attention.mT @ squares
+    inverse_query, inverse_key = (
+        _damped_inverse(heads.scale**2 * entry.unflatten(-1, (width, width)))
+        for entry in (by_query, by_key)
+    )
+    cross = attention @ _outer(value, key) - _outer(mean_value, mean_key)
+    cross = heads.scale * cross.unflatten(-1, (depth, width))
+    # Σ_j w_ij (v_j − o_i)(v_j − o_i)ᵀ with w_ij = (s a_ij)² q_iᵀ M_j⁻¹ q_i, expanded.
+    weight = (heads.scale * attention) ** 2 * (squares @ inverse_key.flatten(-2).mT)
+    total, moment = weight.sum(-1, keepdim=True), weight @ value
+    spread = weight @ _outer(value, value) + total * _outer(mean_value, mean_value)
+    spread = spread - _outer(moment, mean_value) - _outer(mean_value, moment)
+    block = cross @ inverse_query @ cross.mT + spread.unflatten(-1, (depth, depth))
+    traces = block.diagonal(dim1=-2, dim2=-1).sum(-1)
+    ridge = _RIDGE * traces.amax(-1)[:, None, None]
+    rounding = 1e-14 * total * (value**2).sum(-1).amax(-1)[:, None, None]
+    shift = (ridge + rounding).clamp_min(_TINY)[..., None]
+    identity = torch.eye(depth, dtype=block.dtype, device=block.device)
+    # A head whose factorisation fails gets steps that do not help it, and is left where it is.
+    factor, _ = torch.linalg.cholesky_ex(block + shift * identity)
+    return _Metric(torch.cat([inverse_query, inverse_key], dim=1), factor, ridge)
+
+
+def _outer(left: Tensor, right: Tensor) -> Tensor:
+    """Return outer products of rows: [N, T, I], [N, T, J] → [N, T, I·J]."""
+    return (left[..., :, None] * right[..., None, :]).flatten(-2)
+
+
+def _damped_inverse(curvature: Tensor) -> Tensor:
+    """Return inverses of [N, T, R, R], damped relative to the head's largest mean curvature."""
+    width = curvature.shape[-1]
+    mean = curvature.diagonal(dim1=-2, dim2=-1).mean(-1).amax(-1)[:, None, None, None]
+    identity = torch.eye(width, dtype=curvature.dtype, device=curvature.device)
+    factor, _ = torch.linalg.cholesky_ex(curvature + (_DAMPING * mean).clamp_min(_TINY) * identity)
+    return torch.cholesky_inverse(factor)
+
+
+def _solve(heads: _Heads, metric: _Metric, target: Tensor) -> Tensor:
+    """Return y with (J M⁻¹ Jᵀ + ridge) y ≈ target, [N, Q, D], by conjugate gradients."""
+    solution, residual = torch.zeros_like(target), target
+    direction = preconditioned = _by_blocks(metric, residual)
+    energy = first = _inner(residual, preconditioned)
+    for _ in range(_SOLVE_LIMIT):
+        step = metric.gradient(heads, direction @ heads.value.mT)
+        image = heads.push(step) @ heads.value + metric.ridge * direction
+        length = energy / _inner(direction, image).clamp_min(_TINY)
+        solution, residual = solution + length * direction, residual - length * image
+        preconditioned = _by_blocks(metric, residual)
+        new = _inner(residual, preconditioned)
+        if not (new > _SOLVE_TOLERANCE**2 * first).any():
+            break
+        direction = preconditioned + new / energy.clamp_min(_TINY) * direction
+        energy = new
+    return solution
+
+
+def _by_blocks(metric: _Metric, residual: Tensor) -> Tensor:
+    return torch.cholesky_solve(residual[..., None], metric.block).squeeze(-1)
+
+
+def _inner(left: Tensor, right: Tensor) -> Tensor:
+    return (left * right).sum((-2, -1), keepdim=True)
+
+
+def _lift(heads: _Heads, metric: _Metric, change: Tensor) -> Tensor:
+    """Return the smallest step that changes AV by ``change`` to first order, [N, Q + K, R]."""
+    return metric.gradient(heads, _solve(heads, metric, change) @ heads.value.mT)
+
+
+def _climb(heads: _Heads, metric: _Metric, away: Tensor) -> Tensor:
+    """Return the steepest step for ⟨away, A⟩ that keeps AV to first order, with ‖dA‖ = 1."""
+    step = metric.gradient(heads, away)
+    step = step - _lift(heads, metric, heads.push(step) @ heads.value)
+    return step / heads.push(step).norm(dim=(-2, -1)).clamp_min(_TINY)[:, None, None]
+
+
+def _step_length(
+    heads: _Heads, step: Tensor, gone: Tensor, target: Tensor, radius: Tensor
+) -> Tensor:
+    """Return how far to go: to ‖A' − A‖ = target, or as far as the radius allows, [N]."""
+    along = (gone * heads.push(step)).sum((-2, -1))
+    gap = target**2 - (gone**2).sum((-2, -1))
+    meeting = (along**2 + gap).clamp_min(0.0).sqrt() - along
+    return torch.minimum(meeting, radius / heads.deviation(step).clamp_min(_TINY))
+
+
+def _walk(origin: _Heads, far: Tensor, distance: float, max_iterations: int) -> Tensor:
+    """Carry heads along their fibres until ‖A' − A‖ = distance · ‖A‖ or no step succeeds.
+
+    Args:
+        origin: N heads where they start.
+        far: First direction to climb, [N, Q, K].
+        distance: Relative distance wanted.
+        max_iterations: Largest number of steps.
+
+    Returns:
+        Points near the fibres, [N, Q + K, R].
+    """
+    point = origin.point.clone()
+    norm = origin.attention.norm(dim=(-2, -1))
+    reached = torch.zeros_like(norm)
+    radius = torch.full_like(norm, _RADIUS)
+    active = torch.arange(len(norm), device=norm.device)
+    for _ in range(max_iterations):
+        if not len(active):
+            break
+        start = origin.take(active)
+        heads = start.at(point[active])
+        metric = _metric(heads)
+        gone = heads.attention - start.attention
+        away = torch.where((reached[active] > 0)[:, None, None], gone, far[active])
+        step = _climb(heads, metric, away)
+        length = _step_length(heads, step, gone, distance * norm[active], radius[active])
+        ahead = heads.point + length[:, None, None] * step
+        allowance = _ALLOWANCE * _ratio(
+            heads.at(ahead).attention - start.attention, start.attention
+        )
+        landed, miss = _correct(start, ahead, metric, allowance)
+        new = _ratio(start.at(landed).attention - start.attention, start.attention)
+        better = (miss <= allowance) & (new > reached[active]) & (new <= 1.05 * distance)
+        point[active[better]], reached[active[better]] = landed[better], new[better]
+        radius[active] *= torch.where(better, 1.5, 0.3)
+        active = active[(reached[active] < 0.98 * distance) & (radius[active] > _SMALLEST_RADIUS)]
+    return point
+
+
+def _polish(origin: _Heads, point: Tensor, tolerance: float) -> Tensor:
+    """Return points to their fibres within the tolerance where possible, [N, Q + K, R]."""
+    point = point.clone()
+    for _ in range(_POLISHES):
+        late = (origin.at(point).miss(origin) > tolerance).nonzero().squeeze(-1)
+        if not len(late):
+            break
+        start = origin.take(late)
+        metric = _metric(start.at(point[late]))
+        allowance = torch.full_like(late, tolerance, dtype=point.dtype)
+        point[late], _ = _correct(start, point[late], metric, allowance)
+    return point
+
+
+def _correct(
+    origin: _Heads, point: Tensor, metric: _Metric, allowance: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Take Gauss-Newton steps towards the output of the origin while they help.
+
+    Args:
+        origin: N heads with the output wanted.
+        point: Where to start, [N, Q + K, R].
+        metric: Metric and preconditioner, of a point nearby.
+        allowance: Relative residual at which a head is done, [N].
+
+    Returns:
+        Points, [N, Q + K, R], and their relative residuals, [N].
+    """
+    point, miss = point.clone(), origin.at(point).miss(origin)
+    live = (miss > allowance).nonzero().squeeze(-1)
+    for _ in range(_CORRECTIONS):
+        if not len(live):
+            break
+        start, nearby = origin.take(live), metric.take(live)
+        heads = start.at(point[live])
+        step = _lift(heads, nearby, start.context - heads.context)
+        damping = heads.deviation(step).clamp_min(1.0)[:, None, None]
+        ahead = heads.at(heads.point + step / damping)
+        new = ahead.miss(start)
+        better = new < 0.6 * miss[live]
+        live = live[better]
+        point[live], miss[live] = ahead.point[better], new[better]
+        live = live[miss[live] > allowance[live]]
+    return point, miss

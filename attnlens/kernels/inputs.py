@@ -1,0 +1,113 @@
+"""Checks of the kernels' arguments, made once at the public boundary."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attnlens.errors import InputError
+
+
+def check_tensor(
+    name: str, tensor: Tensor, letters: str, sizes: Sequence[int | None] = (), *, like: Tensor
+) -> None:
+    """Check that a floating-point tensor has four dimensions, the given sizes and a device.
+
+    Args:
+        name: The argument's name, for the message.
+        tensor: The argument.
+        letters: Its shape in letters, for the message.
+        sizes: The size that each dimension must have; None leaves it free.
+        like: The tensor whose device it must share.
+
+    Raises:
+        InputError: If it is not so.
+    """
+    sizes = sizes or (None,) * 4
+    fits = tensor.ndim == 4 and all(
+        wanted is None or wanted == size for wanted, size in zip(sizes, tensor.shape, strict=False)
+    )
+    if not fits or not tensor.is_floating_point():
+        wanted = ", ".join(
+            letter if size is None else f"{letter}={size}"
+            for letter, size in zip(letters.split(), sizes, strict=True)
+        )
+        raise InputError(
+            f"{name} must be a floating-point tensor [{wanted}]. "
+            f"Got {tensor.dtype} {list(tensor.shape)}"
+        )
+    if not tensor.numel():
+        raise InputError(f"{name} is empty. Got shape {list(tensor.shape)}")
+    check_device(name, tensor, like)
+
+
+def check_device(name: str, tensor: Tensor, like: Tensor) -> None:
+    """Check that a tensor lies on the same device as another.
+
+    Raises:
+        InputError: If it does not.
+    """
+    if tensor.device != like.device:
+        raise InputError(
+            f"{name} is on {tensor.device}, the other tensors on {like.device}; move it there"
+        )
+
+
+def head_mask(name: str, mask: Tensor | None, sizes: tuple[int, int, int]) -> Tensor | None:
+    """Check a token mask ``[B, N]`` or ``[B, 1|H, N]``.
+
+    Args:
+        name: The argument's name, for the message.
+        mask: Boolean, True = real token; or None.
+        sizes: B, H and N.
+
+    Returns:
+        The mask as a view ``[B, H, N]``, or None.
+
+    Raises:
+        InputError: If it is not boolean or does not fit.
+    """
+    if mask is None:
+        return None
+    batch, heads, tokens = sizes
+    shape = tuple(mask.shape)
+    fits = shape in {(batch, tokens), (batch, 1, tokens), (batch, heads, tokens)}
+    if mask.dtype != torch.bool or not fits:
+        raise InputError(
+            f"{name} must be boolean, [{batch}, {tokens}] or [{batch}, 1 or {heads}, {tokens}], "
+            f"True = real token. Got {mask.dtype} {list(shape)}"
+        )
+    return (mask[:, None] if mask.ndim == 2 else mask).expand(sizes)
+
+
+def broadcastable(
+    name: str, tensor: Tensor | None, shape: tuple[int, ...], *, boolean: bool
+) -> Tensor | None:
+    """Check a mask or bias that must broadcast to ``[B, H, Q, K]`` and give it four dimensions.
+
+    Args:
+        name: The argument's name, for the message.
+        tensor: The mask or bias; or None.
+        shape: B, H, Q and K.
+        boolean: Whether it must be boolean (a mask) or floating point (a bias).
+
+    Returns:
+        A view with four dimensions, the last of size K, the others 1 or full; or None.
+
+    Raises:
+        InputError: If its type is wrong or it does not broadcast.
+    """
+    if tensor is None:
+        return None
+    right_type = tensor.dtype == torch.bool if boolean else tensor.is_floating_point()
+    sizes = (1,) * (4 - tensor.ndim) + tuple(tensor.shape)
+    fits = len(sizes) == 4 and all(
+        size in {1, full} for size, full in zip(sizes, shape, strict=True)
+    )
+    if not right_type or not fits:
+        kind = "boolean, True = may attend," if boolean else "floating point"
+        raise InputError(
+            f"{name} must be {kind} and broadcast to {list(shape)}. "
+            f"Got {tensor.dtype} {list(tensor.shape)}"
+        )
+    return tensor.reshape(sizes).expand(*sizes[:3], shape[3])

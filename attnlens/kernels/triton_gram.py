@@ -1,0 +1,353 @@
+"""Gram matrices of the values, whitened or diagonalised on the chip: the Triton kernels.
+
+One program holds one head: its Gram matrix is a single tile of float64 registers, at most
+128 × 128, and everything is done in place on that tile. Float64 costs less here than it looks
+(the sums run on tensor cores where the card has them for float64); a float32 Gram matrix would
+misjudge ranks and need a second orthogonalisation pass for every head, not for a few.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnlens.kernels.results import GramFactor, GramSVD
+from attnlens.kernels.triton_jacobi import descending_place, jacobi
+
+EPSILON32 = tl.constexpr(torch.finfo(torch.float32).eps)
+EPSILON64 = tl.constexpr(torch.finfo(torch.float64).eps)
+
+# A bound of cond² below which one pass leaves UᵀU right to 1e-8.
+SAFE_CONDITION = tl.constexpr(1e8)
+
+# Two matrix-vector products each. Sets how closely σ_max and σ_min are estimated.
+POWER_ITERATIONS = 32
+# Cyclic Jacobi converges quadratically: 6 to 12 sweeps for up to 128 columns.
+MOST_SWEEPS = 24
+
+
+def gram_factor(
+    value: Tensor, keys: Tensor | None, *, ones: bool, rtol: float | None, extremes: bool
+) -> GramFactor:
+    """Return the factors of one kernel launch; see ``attnlens.kernels.gram_factor``."""
+    batch, heads, tokens, dim = value.shape
+    width = dim + ones
+    matrices = value.new_empty((2, batch, heads, width, width), dtype=torch.float64)
+    scalars = value.new_empty((3, batch, heads), dtype=torch.float64)
+    rank = value.new_empty((batch, heads), dtype=torch.int64)
+    keys = _as_bytes(keys, value)
+    grid = (batch * heads,)
+    gram_factor_kernel[grid](
+        value=value,
+        keys=keys,
+        gram_out=matrices[0],
+        whitening_out=matrices[1],
+        rank_out=rank,
+        sigma_max_out=scalars[0],
+        sigma_min_out=scalars[1],
+        rtol_out=scalars[2],
+        **_strides(value, keys),
+        heads=heads,
+        tokens=tokens,
+        rtol=-1.0 if rtol is None else rtol,
+        DIM=dim,
+        WIDTH=width,
+        ITERATIONS=POWER_ITERATIONS if extremes else 1,
+        SWEEPS=MOST_SWEEPS,
+        **_blocks(width),
+    )
+    gram, whitening = matrices
+    sigma_max, sigma_min, tolerance = scalars
+    if not extremes:
+        sigma_max = sigma_min = None
+    return GramFactor(whitening, rank, sigma_max, sigma_min, gram, tolerance)
+
+
+def gram_svd(value: Tensor, keys: Tensor | None) -> GramSVD:
+    """Return the singular pairs of one kernel launch; see ``attnlens.kernels.gram_svd``."""
+    batch, heads, tokens, dim = value.shape
+    values = value.new_empty((batch, heads, dim), dtype=torch.float64)
+    vectors = value.new_empty((batch, heads, dim, dim), dtype=torch.float64)
+    keys = _as_bytes(keys, value)
+    grid = (batch * heads,)
+    gram_svd_kernel[grid](
+        value=value,
+        keys=keys,
+        values_out=values,
+        vectors_out=vectors,
+        **_strides(value, keys),
+        heads=heads,
+        tokens=tokens,
+        DIM=dim,
+        SWEEPS=MOST_SWEEPS,
+        **_blocks(dim),
+    )
+    return GramSVD(values, vectors)
+
+
+def _as_bytes(keys: Tensor | None, value: Tensor) -> Tensor:
+    """Return the key mask [B, H, K] as bytes; without one, a single byte seen everywhere."""
+    if keys is None:
+        return value.new_ones((), dtype=torch.uint8).expand(value.shape[:3])
+    return keys.view(torch.uint8)
+
+
+def _strides(value: Tensor, keys: Tensor) -> dict[str, int]:
+    names = "value_batch value_head value_token value_dim keys_batch keys_head keys_token"
+    return dict(zip(names.split(), value.stride() + keys.stride(), strict=True))
+
+
+def _blocks(width: int) -> dict[str, int]:
+    """Return tile sizes and warps: 32 float64 elements of the tile per thread at most."""
+    block = max(16, triton.next_power_of_2(width))
+    return {"BLOCK": block, "BLOCK_TOKENS": 32, "num_warps": {16: 2, 32: 4, 64: 8}.get(block, 16)}
+
+
+@triton.jit
+def gram_factor_kernel(
+    value,
+    keys,
+    gram_out,
+    whitening_out,
+    rank_out,
+    sigma_max_out,
+    sigma_min_out,
+    rtol_out,
+    value_batch,
+    value_head,
+    value_token,
+    value_dim,
+    keys_batch,
+    keys_head,
+    keys_token,
+    heads,
+    tokens,
+    rtol,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    SWEEPS: tl.constexpr,
+):
+    """Gram matrix, whitening factor, rank and extreme singular values of one head."""
+    program = tl.program_id(0).to(tl.int64)
+    batch, head = program // heads, program % heads
+    value += batch * value_batch + head * value_head
+    keys += batch * keys_batch + head * keys_head
+    gram, count = stream_gram(
+        value,
+        keys,
+        None,
+        value_token,
+        value_dim,
+        keys_token,
+        tokens,
+        DIM,
+        WIDTH,
+        False,
+        BLOCK,
+        BLOCK_TOKENS,
+    )
+    index = tl.arange(0, BLOCK)
+    row, column = index[:, None], index[None, :]
+    inside = (row < WIDTH) & (column < WIDTH)
+    tile = program * WIDTH * WIDTH + row * WIDTH
+    tl.store(gram_out + tile + column, gram, mask=inside)
+
+    tolerance = tl.maximum(count, WIDTH).to(tl.float64) * EPSILON32
+    if rtol > 0:
+        tolerance = tl.full((), rtol, tl.float64)
+    cutoff = tl.maximum(tolerance * tolerance, WIDTH * EPSILON64)  # of λ / λ_1
+    trace = tl.sum(tl.sum(tl.where(row == column, gram, 0.0), axis=1), axis=0)
+
+    place = index  # of each column of the whitening factor; any order does when all are kept
+    whitening, rank = eliminate(gram, cutoff, WIDTH, BLOCK)
+    # ‖V‖_F ‖W‖_F bounds σ_1 / σ_E from above: below 1 / rtol the rank is full by any definition.
+    condition_bound = trace * tl.sum(tl.sum(whitening * whitening, axis=1), axis=0)
+    certain = (condition_bound < SAFE_CONDITION) & (condition_bound * cutoff < 1.0)
+    if (rank == WIDTH) & certain:
+        largest = spectral_norm(gram, BLOCK, ITERATIONS)
+        inverse = spectral_norm(whitening, BLOCK, ITERATIONS)  # of σ_min
+        smallest = 1.0 / (inverse * inverse)
+    else:
+        noise = trace * (WIDTH * EPSILON64)  # of the entries of G
+        eigenvalue, vectors = jacobi(gram, 0.0 * trace, noise, WIDTH, BLOCK, SWEEPS)
+        place = descending_place(eigenvalue, BLOCK)
+        largest = tl.maximum(tl.max(eigenvalue, axis=0), 0.0)
+        kept = eigenvalue > largest * cutoff
+        rank = tl.sum(kept.to(tl.int32), axis=0)
+        smallest = tl.min(tl.where(kept, eigenvalue, largest), axis=0)
+        scale = tl.where(kept, 1.0 / tl.sqrt(tl.where(kept, eigenvalue, 1.0)), 0.0)
+        whitening = vectors * scale[None, :]
+        # A second pass: eps · cond² in UᵀU becomes eps · cond. Unused columns stay zero.
+        gram, _ = stream_gram(
+            value,
+            keys,
+            whitening,
+            value_token,
+            value_dim,
+            keys_token,
+            tokens,
+            DIM,
+            WIDTH,
+            True,
+            BLOCK,
+            BLOCK_TOKENS,
+        )
+        gram += tl.where((row == column) & (kept[None, :] == 0), 1.0, 0.0)
+        correction, _ = eliminate(gram, 0.0 * trace, WIDTH, BLOCK)
+        whitening = tl.dot(whitening, correction, out_dtype=tl.float64)
+    spoilt = trace - trace  # NaN if a value is not finite
+    tl.store(whitening_out + tile + place[None, :], whitening + spoilt, mask=inside)
+    tl.store(rank_out + program, rank.to(tl.int64))
+    tl.store(sigma_max_out + program, tl.sqrt(largest) + spoilt)
+    tl.store(sigma_min_out + program, tl.sqrt(smallest) + spoilt)
+    tl.store(rtol_out + program, tolerance)
+
+
+@triton.jit
+def gram_svd_kernel(
+    value,
+    keys,
+    values_out,
+    vectors_out,
+    value_batch,
+    value_head,
+    value_token,
+    value_dim,
+    keys_batch,
+    keys_head,
+    keys_token,
+    heads,
+    tokens,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    SWEEPS: tl.constexpr,
+):
+    """Singular values and right singular vectors of one head."""
+    program = tl.program_id(0).to(tl.int64)
+    batch, head = program // heads, program % heads
+    value += batch * value_batch + head * value_head
+    keys += batch * keys_batch + head * keys_head
+    gram, _ = stream_gram(
+        value,
+        keys,
+        None,
+        value_token,
+        value_dim,
+        keys_token,
+        tokens,
+        DIM,
+        DIM,
+        False,
+        BLOCK,
+        BLOCK_TOKENS,
+    )
+    index = tl.arange(0, BLOCK)
+    row, column = index[:, None], index[None, :]
+    trace = tl.sum(tl.sum(tl.where(row == column, gram, 0.0), axis=1), axis=0)
+    # As large as the rounding errors in G: the null space then has eigenvectors too.
+    shift = tl.where(trace > 0.0, trace * (DIM * EPSILON64), 1.0)
+    eigenvalue, vectors = jacobi(gram, shift, 0.0 * trace, DIM, BLOCK, SWEEPS)
+    spoilt = trace - trace  # NaN if a value is not finite
+    place = descending_place(eigenvalue, BLOCK)
+    tl.store(
+        values_out + program * DIM + place,
+        tl.sqrt(tl.maximum(eigenvalue, 0.0)) + spoilt,
+        mask=index < DIM,
+    )
+    tl.store(
+        vectors_out + program * DIM * DIM + row * DIM + place[None, :],
+        vectors + spoilt,
+        mask=(row < DIM) & (column < DIM),
+    )
+
+
+@triton.jit
+def stream_gram(
+    value,
+    keys,
+    whitening,
+    value_token,
+    value_dim,
+    keys_token,
+    tokens,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WHITEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    """Return Σ v vᵀ over the real keys of one head and their number.
+
+    The column after DIM, if any, is all ones. With WHITEN the rows are those of the basis.
+    """
+    dims = tl.arange(0, BLOCK)
+    gram = tl.zeros((BLOCK, BLOCK), dtype=tl.float64)
+    count = 0
+    for start in range(0, tokens, BLOCK_TOKENS):
+        token = start + tl.arange(0, BLOCK_TOKENS)
+        real = tl.load(keys + token * keys_token, mask=token < tokens, other=0) != 0
+        rows = tl.load(
+            value + token[:, None] * value_token + dims[None, :] * value_dim,
+            mask=real[:, None] & (dims < DIM)[None, :],
+            other=0.0,
+        ).to(tl.float64)
+        if WIDTH > DIM:
+            rows = tl.where(real[:, None] & (dims == DIM)[None, :], 1.0, rows)
+        if WHITEN:
+            rows = tl.dot(rows, whitening, out_dtype=tl.float64)
+        gram += tl.dot(tl.trans(rows), rows, out_dtype=tl.float64)
+        count += tl.sum(real.to(tl.int32), axis=0)
+    return gram, count
+
+
+@triton.jit
+def eliminate(gram, cutoff, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the whitening factor L⁻ᵀ and the rank by diagonally pivoted Cholesky, in place.
+
+    A column waits until it is the pivot. Its rows hold the residual Gram matrix where the row
+    waits too, and elsewhere the coefficients z of the residual vector v_j + Σ z_i v_i; the two
+    parts never overlap, so one tile does. The pivot's coefficients over √pivot are its column
+    of the whitening factor. Stops at a pivot not above the cutoff; the factor is then unfinished.
+    """
+    index = tl.arange(0, BLOCK)
+    row, column = index[:, None], index[None, :]
+    waiting = index < WIDTH
+    residual = tl.sum(tl.where(row == column, gram, 0.0), axis=0)
+    pivot = tl.max(residual, axis=0)
+    least = pivot * cutoff
+    rank = 0
+    tile = gram
+    while (rank < WIDTH) & (pivot > least):
+        at = tl.argmax(tl.where(waiting, residual, -1.0), axis=0)
+        waiting = waiting & (index != at)
+        root = tl.sqrt(pivot)
+        down = tl.sum(tl.where(column == at, tile, 0.0), axis=1) / root
+        across = tl.sum(tl.where(row == at, tile, 0.0), axis=0) / root
+        across = tl.where(waiting, across, 0.0)
+        finished = tl.where(index == at, 1.0 / root, tl.where(waiting, 0.0, down))
+        tile = tl.where(row == at, -across[None, :] / root, tile - down[:, None] * across[None, :])
+        tile = tl.where(column == at, finished[:, None], tile)
+        residual -= across * across
+        pivot = tl.max(tl.where(waiting, residual, -1.0), axis=0)
+        rank += 1
+    return tile, rank
+
+
+@triton.jit
+def spectral_norm(tile, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr):
+    """Return the largest singular value of a tile by power iteration, from below."""
+    vector = tl.sin((tl.arange(0, BLOCK) + 1).to(tl.float32)).to(tl.float64)
+    norm = tl.full((), 0.0, tl.float64)
+    for _ in range(ITERATIONS):
+        image = tl.sum(tile * vector[None, :], axis=1)
+        vector = tl.sum(tile * image[:, None], axis=0)
+        square = tl.sum(vector * vector, axis=0)
+        norm = tl.sqrt(square / tl.sum(image * image, axis=0))
+        vector = vector / tl.sqrt(square)
+    return norm

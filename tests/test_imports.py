@@ -1,0 +1,123 @@
+"""Arrows go one way: who may import whom, read from the source."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import attnlens
+
+ROOT = Path(attnlens.__file__).parent
+MODULES = {
+    ".".join(("attnlens", *path.relative_to(ROOT).with_suffix("").parts)): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
+
+# Each part may import the parts named here, and itself.
+ALLOWED = {
+    "errors": set(),
+    "kernels": {"errors"},
+    "functional": {"errors", "kernels"},
+    "capture": {"errors", "functional"},
+    "model": {"errors", "functional", "capture"},
+    "observers": {"errors", "functional", "capture"},
+    "report": {"errors", "observers"},
+}
+UPPER = {  # parts that people meet; lower ones must not know them
+    "lens": {"errors", "capture", "model", "observers", "report"},
+    "verdict": None,
+    "heads": None,
+    "training": None,
+    "corpus": None,
+    "cli": None,
+    "__init__": None,
+    "__main__": None,
+}
+CORE = {"torch", "transformers", "numpy", "opt_einsum", "safetensors"}
+EXTRAS_WELCOME = {"cli", "report", "corpus"}  # may import extras at the top of a file
+TRANSFORMERS_WELCOME = {"model", "training"}
+
+
+class Import(NamedTuple):
+    """One imported module and whether the statement runs when the file is imported."""
+
+    name: str
+    at_top: bool
+
+
+def part(module: str) -> str:
+    """`attnlens.model.tap` is in `model`; `attnlens` itself is `__init__`."""
+    names = module.split(".")
+    return names[1] if len(names) > 1 else "__init__"
+
+
+def imports(path: Path) -> Iterator[Import]:
+    """Every module a file imports, type-checking blocks included."""
+
+    def visit(node: ast.AST, at_top: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (Import(alias.name, at_top) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}: relative import"
+                module = child.module or ""
+                for alias in child.names:
+                    full = f"{module}.{alias.name}"
+                    yield Import(full if full in MODULES or full in PACKAGES else module, at_top)
+            else:
+                inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                yield from visit(child, at_top and not inside)
+
+    yield from visit(ast.parse(path.read_text(encoding="utf-8")), True)
+
+
+PACKAGES = {name.removesuffix(".__init__") for name in MODULES if name.endswith(".__init__")}
+EVERY_FILE = pytest.mark.parametrize("module", MODULES)
+
+
+def test_every_part_has_a_place() -> None:
+    assert {part(module) for module in MODULES} <= set(ALLOWED) | set(UPPER)
+
+
+@EVERY_FILE
+def test_arrows_go_down(module: str) -> None:
+    own = part(module)
+    allowed = ALLOWED.get(own, UPPER.get(own))
+    for name, _ in imports(MODULES[module]):
+        if name.split(".")[0] == "attnlens" and allowed is not None:
+            assert part(name) in allowed | {own}, f"{module} imports {name}"
+
+
+@EVERY_FILE
+def test_core_needs_only_its_dependencies(module: str) -> None:
+    own = part(module)
+    for name, at_top in imports(MODULES[module]):
+        package = name.split(".")[0]
+        if package in sys.stdlib_module_names or package in CORE or package == "attnlens":
+            continue
+        if package == "triton":
+            assert own == "kernels", f"{module} imports {name}"
+        else:
+            assert not at_top or own in EXTRAS_WELCOME, f"{module} imports {name} at its top"
+
+
+@EVERY_FILE
+def test_only_the_model_package_knows_transformers(module: str) -> None:
+    for name, _ in imports(MODULES[module]):
+        if name.split(".")[0] == "transformers":
+            assert part(module) in TRANSFORMERS_WELCOME, f"{module} imports {name}"
+        if part(module) == "kernels":
+            assert name.split(".")[0] in {*sys.stdlib_module_names, "torch", "numpy", "triton"} or (
+                part(name) in {"kernels", "errors"}
+            ), f"{module} imports {name}"
+
+
+def test_the_public_names_exist() -> None:
+    assert len(set(attnlens.__all__)) == len(attnlens.__all__)
+    for name in attnlens.__all__:
+        assert hasattr(attnlens, name), name
