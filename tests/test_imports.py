@@ -32,7 +32,9 @@ ALLOWED = {
 }
 UPPER = {  # parts that people meet; lower ones must not know them
     "lens": {"errors", "capture", "model", "observers", "report"},
+    "storage": {"errors", "observers"},
     "verdict": None,
+    "demo": None,
     "heads": None,
     "training": None,
     "corpus": None,
