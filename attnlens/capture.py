@@ -13,15 +13,10 @@ from torch import Tensor
 from attnlens.errors import CaptureError
 from attnlens.functional.attention import EmptyRows, attention_weights
 from attnlens.functional.factor import default_rtol
-from attnlens.functional.nullspace import (
-    ValueBasis,
-    deficiency_factor,
-    prepare_values,
-    shared_basis,
-    working_dtype,
-)
+from attnlens.functional.nullspace import ValueBasis, shared_basis
 from attnlens.functional.rowwise import RowwiseBasis
 from attnlens.functional.support import Support, row_chunks, support_of
+from attnlens.functional.values import deficiency_factor, prepare_values, working_dtype
 
 Kind = Literal["encoder", "decoder", "cross"]
 Link = Literal["first", "next", "broken"]

@@ -14,9 +14,9 @@ from opt_einsum import contract
 from torch import Tensor
 
 from attnlens.functional.factor import factor_values
-from attnlens.functional.nullspace import selected_rows
 from attnlens.functional.rowwise import RowwiseBasis
 from attnlens.functional.support import Support
+from attnlens.functional.values import selected_rows
 
 # Squared sine of the angle under which the constant vector counts as inside the value space.
 _INSIDE = 1e-8
