@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -36,6 +36,7 @@ from attnlens.functional.jacobian import (
     leave_one_out,
 )
 from attnlens.observers.base import LayerKey, LayerObserver, SumObserver, Sums
+from attnlens.observers.tabular import LayeredResult
 
 Labels = Tensor | Callable[[Mapping[str, Any]], Tensor] | None
 
@@ -76,7 +77,7 @@ class AttributionMatrices:
 
 
 @dataclass(frozen=True)
-class HiddenTokenAttributionResult:
+class HiddenTokenAttributionResult(LayeredResult):
     """Contributions over all real tokens seen, by layer and label of the target token.
 
     Tensors are float64 on the CPU, with one row per layer and one column per label; NaN where
@@ -122,14 +123,6 @@ class HiddenTokenAttributionResult:
     offset_error: Tensor
     by_label: Tensor
     by_label_error: Tensor
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every quantity by name."""
-        return {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if isinstance(getattr(self, f.name), Tensor)
-        }
 
 
 @dataclass(frozen=True, eq=False)
