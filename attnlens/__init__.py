@@ -26,6 +26,7 @@ from attnlens.observers import (
     Recording,
     TokenSaliency,
 )
+from attnlens.report.page import Report, report
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,9 @@ __all__ = [
     "HiddenTokenAttribution",
     "TokenSaliency",
     "Recording",
+    # showing
+    "Report",
+    "report",
     # errors
     "AttnLensError",
     "AttnLensWarning",

@@ -36,8 +36,8 @@ class LayeredResult:
         """Return a table with a row for each layer and head, or layer and label; needs pandas.
 
         Returns:
-            The `pandas.DataFrame`, indexed by stack, layer and head (or label). Quantities of more than one
-            number per row have a column for each, as in `distance[0]`.
+            The `pandas.DataFrame`, indexed by stack, layer and head (or label). Quantities of
+            more than one number per row have a column for each, as in `distance[0]`.
         """
         import pandas
 
