@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,13 +71,19 @@ def report(
         str | None,
         typer.Option("--layers", help="Indices or module names, as in 0,3,-1; by default all."),
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write an interactive report.")
+    ] = None,
 ) -> None:
     """Run text through a model and show one number per attention head."""
     with _plain_errors():
         _check(field, output)
+        _check_page(page)
         settings = Settings(text, lines, batch_size, max_length, _layers(layers))
         examples = read_examples(text, lines)
-        run = _run(_loaded(model), examples, settings)
+        run = _run(_loaded(model), examples, settings, maps=page is not None)
+        if page is not None:
+            _write_page(run, page)
         _deliver(run, field, as_json, output)
 
 
@@ -151,14 +157,33 @@ def _loaded(name: str) -> TextModel:
         return load_text_model(name)
 
 
-def _run(model: TextModel, examples: Sequence[str], settings: Settings) -> Run:
+def _check_page(page: Path | None) -> None:
+    if page is not None and not page.absolute().parent.is_dir():
+        raise InputError(f"Cannot write {page}: its folder does not exist.")
+
+
+def _write_page(run: Run, path: Path) -> None:
+    """Write the interactive report of a run."""
+    settings = {**asdict(run.settings), "text": Path(run.settings.text).name}
+    name = Path(run.model).name if Path(run.model).is_dir() else run.model
+    page = attnlens.report(
+        [run.statistics, *run.maps], tokens=run.tokens, model=name, settings=settings
+    )
+    try:
+        page.save(path)
+    except OSError as error:
+        raise InputError(f"Cannot write {path}: {error.strerror or error}.") from error
+    _say(f"Written to {escape(str(path))}.")
+
+
+def _run(model: TextModel, examples: Sequence[str], settings: Settings, maps: bool = False) -> Run:
     columns = (TextColumn("Reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
         task = progress.add_task("", total=len(examples))
-        run = measure(model, examples, settings, lambda count: progress.advance(task, count))
+        run = measure(model, examples, settings, lambda count: progress.advance(task, count), maps)
     if run.truncated:
         limit = settings.max_length or model.longest
         _say(

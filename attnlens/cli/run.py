@@ -13,7 +13,13 @@ import torch
 from attnlens.errors import InputError
 from attnlens.lens import Lens
 from attnlens.model.loading import TextModel
-from attnlens.observers import HeadStatistics, HeadStatisticsResult
+from attnlens.observers import (
+    AttentionMap,
+    EffectiveAttention,
+    HeadStatistics,
+    HeadStatisticsResult,
+    Observer,
+)
 from attnlens.storage import save, versions, write_atomically
 
 FIELDS = tuple(f.name for f in fields(HeadStatisticsResult) if f.type == "Tensor")
@@ -48,6 +54,8 @@ class Run:
         examples: number of texts.
         truncated: number of texts that were cut to the model's limit.
         statistics: the result.
+        maps: maps of every example, if they were asked for, in the order of `tokens`.
+        tokens: tokens of each example, in the order in which they were read: longest first.
     """
 
     model: str
@@ -55,6 +63,8 @@ class Run:
     examples: int
     truncated: int
     statistics: HeadStatisticsResult
+    maps: tuple[AttentionMap, ...] = ()
+    tokens: tuple[tuple[str, ...], ...] = ()
 
     def to_json(self) -> str:
         """Return everything as a JSON document; missing numbers are null."""
@@ -91,6 +101,7 @@ def measure(
     texts: Sequence[str],
     settings: Settings,
     advance: Callable[[int], None] = lambda examples: None,
+    maps: bool = False,
 ) -> Run:
     """Look at every head of a model while it reads texts.
 
@@ -99,15 +110,28 @@ def measure(
         texts: at least one.
         settings: how to.
         advance: told after each batch how many texts it held.
+        maps: keep attention maps as well.
 
     Returns:
         The result.
     """
     statistics = HeadStatistics()
-    lens = Lens(model.model, statistics, layers=settings.layers)
+    kept = EffectiveAttention()
+    observers: list[Observer] = [statistics, kept] if maps else [statistics]
+    lens = Lens(model.model, *observers, layers=settings.layers)
     tokenised = model.tokenise(texts, settings.max_length)
     with lens, torch.no_grad():
         for batch in model.batches(tokenised, settings.batch_size):
             model.model(**batch)
             advance(len(batch["input_ids"]))
-    return Run(model.name, settings, len(texts), tokenised.truncated, statistics.compute())
+    ids = tokenised.columns["input_ids"]
+    names = [model.tokenizer.convert_ids_to_tokens(list(ids[i])) for i in tokenised.by_length]
+    return Run(
+        model.name,
+        settings,
+        len(texts),
+        tokenised.truncated,
+        statistics.compute(),
+        tuple(kept.compute()) if maps else (),
+        tuple(map(tuple, names)),
+    )
