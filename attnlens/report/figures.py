@@ -50,6 +50,9 @@ def attention_by_token_type(
 
     Returns:
         The axes: solid lines for raw, dashed for effective.
+
+    Raises:
+        InputError: if there are not as many types as columns.
     """
     axes = _axes(axes, "layer", "attention")
     for values, style, kind in ((raw, "-", "raw"), (effective, "--", "effective")):

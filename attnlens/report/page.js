@@ -4,7 +4,7 @@
   const content = JSON.parse(document.getElementById("content").textContent);
   const at = (id) => document.getElementById(id);
   const dark = matchMedia("(prefers-color-scheme: dark)");
-  const config = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
+  const config = { displaylogo: false, responsive: true, modeBarButtons: [["toImage", "resetScale2d"]] };
   const digits = content.maps.half ? 3 : 4;
   const maps = new Map();
   for (const entry of content.maps.entries) maps.set(`${entry.example}/${entry.layer}/${entry.head}`, entry);
@@ -84,6 +84,7 @@
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: "system-ui, 'DejaVu Sans', sans-serif", size: 12, color: colour("--ink") },
       margin: { l: 60, r: 20, t: 30, b: 40 },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--soft"), activecolor: colour("--accent") },
       hoverlabel: { font: { family: "inherit", size: 13 }, align: "left" },
       ...more,
     };
@@ -307,7 +308,7 @@
   }
 
   function drawStatus() {
-    const facts = content.grids.slice(0, 4).map((grid) => {
+    const facts = content.grids.filter((grid) => ["effective fraction", "rank", "entropy", "importance"].includes(grid.name)).map((grid) => {
       const row = grid.layers.indexOf(state.layer);
       const value = row < 0 ? null : grid.values[row][state.head];
       return value === null || value === undefined ? "" : `${grid.name} ${Number(value.toPrecision(3))}`;
