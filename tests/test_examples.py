@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
+from nbclient import NotebookClient
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -38,3 +41,18 @@ def test_picture_draws_every_head(tmp_path):
     drawing = (tmp_path / "heads.svg").read_text()
     assert len(re.findall(r">\d\.\d{3}</text>", drawing)) == 6 * 12
     assert "@font-face" not in drawing
+
+
+def test_the_notebook_runs_and_shows_its_objects(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    shown = [
+        output["data"]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if output.output_type == "execute_result"
+    ]
+    assert "effective fraction" in shown[0]["text/html"] and "nullity" in shown[1]["text/html"]
+    assert "output projection" in shown[2]["text/html"]

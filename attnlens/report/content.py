@@ -110,9 +110,8 @@ def document(
     room -= sum(len(entry["values"]) for entry in attribution)
     room -= sum(len(token.encode()) * 2 + 3 for example in examples for token in example["tokens"])
     encoded = _encoded_maps(maps, keys, max_tokens, room, notes)
-    several = len({stack for stack, _ in keys}) > 1
     return {
-        "layers": [f"{stack} {layer}" if several else str(layer) for stack, layer in keys],
+        "layers": _layer_labels(keys),
         "examples": examples,
         "grids": _grids(layered, keys),
         "curves": _curves(layered, keys),
@@ -120,6 +119,15 @@ def document(
         "attribution": attribution,
         "notes": notes,
     }
+
+
+def _layer_labels(keys: Sequence[LayerKey]) -> list[str]:
+    """The index of each layer, with its stack where several stacks have layers of that kind."""
+    # attention modules lie inside layers, whose own results have the shorter name of the layer
+    inner = {stack for stack, _ in keys}
+    outer = {stack for stack in inner if any(other.startswith(f"{stack}.") for other in inner)}
+    several = {stack for kind in (outer, inner - outer) if len(kind) > 1 for stack in kind}
+    return [f"{stack} {layer}" if stack in several else str(layer) for stack, layer in keys]
 
 
 def _computed(results: Any) -> Iterator[Any]:
