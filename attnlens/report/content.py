@@ -202,7 +202,7 @@ def _examples(
         sizes.setdefault(entry.example, entry)
     if tokens is not None and len(tokens) <= max(sizes, default=-1):
         raise InputError(f"tokens are of {len(tokens)} examples, but {len(sizes)} were seen.")
-    examples = []
+    examples: list[dict[str, Any]] = []
     for index in range(max(sizes, default=-1) + 1):
         length = len(sizes[index].positions) if index in sizes else 0
         names = [str(position) for position in range(length)]
