@@ -39,6 +39,8 @@ NO_PROJECTION_BECAUSE = {
     "kosmos-2": "a norm before the projection",
     "jev": "the context is gated",
 }
+# Attention is laid out in blocks of the padded length; tests/test_zoo.py compares the outputs.
+BLOCKS = {"longformer"}
 VERSION, DOCUMENTED = documented()
 
 
@@ -88,12 +90,14 @@ def test_padded_batch_equals_one_by_one(name: str) -> None:
         )
         return
     together = record(example.model, **example.inputs)
+    if name in BLOCKS:
+        return
     for index, inputs in enumerate(singles):
         alone = record(example.model, **inputs)
         assert len(alone) == len(together)
         for one, many in zip(alone, together, strict=True):
             if one.windows > 1 or many.windows > 1:
-                continue  # blocks depend on the length of the whole batch
+                continue  # so are these
             for computed, bar in ((Capture.attention, 2e-6), (Capture.effective_attention, 1e-5)):
                 expected, found = real_part(one, 0, computed), real_part(many, index, computed)
                 torch.testing.assert_close(found, expected, rtol=0, atol=bar)

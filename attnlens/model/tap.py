@@ -6,6 +6,7 @@ site's output projection by following its context the first time, and delivers c
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,7 +42,13 @@ class Companion(Protocol):
     def attach(self, stack: ExitStack) -> None:
         """Register hooks, each with its removal."""
 
-    def enter(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def enter(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        padding: Tensor | None,
+    ) -> None:
         """Begin the forward pass of the model or, nested in it, of a pretrained one inside."""
 
     def wants_mask(self, site: Site) -> bool:
@@ -95,6 +102,7 @@ class Tap:
         self._interface = {id(site.module): site for site in catalogue.interface}
         self._scope = TraceScope(model, self._heard_event, self._heard_linear)
         self._running: list[nn.Module] = []
+        self._padding: list[Tensor | None] = []  # one for each running forward
         self._batch: int | None = None
         self._order = LayerOrder()
         self._projections: dict[str, Projections] = {}
@@ -154,8 +162,11 @@ class Tap:
         if replaying():
             return
         if any(module is running for running in self._running):
-            self._running.clear()  # an interrupt tore down a forward without running its hooks
+            # an interrupt tore down a forward without running its hooks
+            self._running.clear()
+            self._padding.clear()
         self._running.append(module)
+        self._padding.append(_padding_mask(module, args, kwargs))
         if len(self._running) > 1:
             self._order.restart()
             self._enter_companion(module, args, kwargs)
@@ -173,7 +184,7 @@ class Tap:
         self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
         if self._companion is not None and self._looking:
-            self._companion.enter(module, args, kwargs)
+            self._companion.enter(module, args, kwargs, self._padding[-1])
 
     def _end(self, module: nn.Module, args: Sequence[Any], output: Any) -> None:
         if replaying() or not self._running:
@@ -181,6 +192,7 @@ class Tap:
         looking = self._looking
         while self._running and self._running.pop() is not module:
             continue
+        del self._padding[len(self._running) :]
         outermost = not self._running and looking
         if outermost:
             self._scope.end()
@@ -240,6 +252,7 @@ class Tap:
             stack=site.stack,
             kind=site.kind,
             call=self._order.count(site, layer),
+            padding=self._padding[-1],
             windows=batch // self._batch if folded and self._batch else 1,
         )
         known = self._projections.get(site.name)
@@ -303,6 +316,7 @@ class Tap:
     def _forget(self) -> None:
         self._clear()
         self._running.clear()
+        self._padding.clear()
         self._projections.clear()
         self._owners = None
 
@@ -363,6 +377,20 @@ def _batch_size(args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
         if isinstance(value, Tensor) and value.dim():
             return value.shape[0]
     return None
+
+
+def _padding_mask(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """The `[B, N]` attention mask a forward is given, as real tokens."""
+    given = kwargs.get("attention_mask")
+    if given is None and len(args) > 1:
+        try:
+            bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+        except TypeError:  # the forward will complain in its own words
+            return None
+        given = bound.arguments.get("attention_mask")
+    if not isinstance(given, Tensor) or given.dim() != 2 or given.is_floating_point():
+        return None
+    return given != 0
 
 
 def _kind_of_input(
