@@ -27,6 +27,8 @@ ALLOWED = {
     "model": {"errors", "functional", "capture"},
     "observers": {"errors", "functional", "capture", "kernels"},
     "report": {"errors", "observers"},
+    "storage": {"errors", "observers"},
+    "demo": {"errors"},
 }
 UPPER = {  # parts that people meet; lower ones must not know them
     "lens": {"errors", "capture", "model", "observers", "report"},

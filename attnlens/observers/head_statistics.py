@@ -18,7 +18,6 @@ from attnlens.functional.statistics import (
     RowSums,
     null_space_sums,
     pearson,
-    row_sums,
 )
 from attnlens.kernels import Backend
 from attnlens.observers.base import SumObserver, Sums
