@@ -109,6 +109,17 @@ def test_suspension_ends_with_its_block() -> None:
     assert not is_suspended()
 
 
+def test_sequence_major_states_are_turned_under_dropout_too() -> None:
+    state = torch.get_rng_state()
+    model = build_chain("xlnet").train()
+    model(**text_inputs())
+    drawn = torch.get_rng_state()
+    torch.set_rng_state(state)
+    first, second = layers_of(model, **text_inputs())
+    assert first.output.shape == second.output.shape == (2, 19, 32)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
 @pytest.mark.parametrize("lengths", [(19, 6), (5, 3, 5, 2, 5), (7,)])
 def test_sequence_major_states_are_turned(lengths: tuple[int, ...]) -> None:
     """Five sequences of five tokens too, where the shape does not tell."""

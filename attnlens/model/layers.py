@@ -61,7 +61,7 @@ class _Root:
     """A running forward pass of the model or of a pretrained one inside it."""
 
     batch: int | None
-    mask: Tensor | None
+    padding: Tensor | None
 
 
 class LayerTap:
@@ -92,7 +92,6 @@ class LayerTap:
         self.fired: set[str] = set()
         self._selection = selection
         self._listeners = tuple(listeners)
-        self._depth = {layer.stack: layer.layer + 1 for layer in self.layers}
         self._tokens_first: dict[str, bool] = {}
         self._attached = False
         self._roots: list[_Root] = []
@@ -120,21 +119,24 @@ class LayerTap:
         """Names of the layers that never ran."""
         return [layer.name for layer in self.layers if layer.name not in self.fired]
 
-    def enter(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def enter(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        padding: Tensor | None,
+    ) -> None:
         """Begin the forward pass of the model or, nested in it, of a pretrained one inside.
 
         Args:
             module: what is called.
             args: its positional arguments.
             kwargs: its keyword arguments.
+            padding: `[B, N]` bool, the real tokens as its attention mask has them.
         """
         inputs = _by_name(module, args, kwargs)
         first = next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim()), None)
-        mask = inputs.get("attention_mask")
-        padding = isinstance(mask, Tensor) and mask.dim() == 2
-        self._roots.append(
-            _Root(None if first is None else first.shape[0], mask if padding else None)
-        )
+        self._roots.append(_Root(None if first is None else first.shape[0], padding))
         self._order.restart()
         self._tails.clear()
         self._keys.clear()
@@ -256,10 +258,10 @@ class LayerTap:
         if tokens_first:
             hidden, output = hidden.transpose(0, 1), output.transpose(0, 1)
             rerun = running.call.again_batch_first
-        if running.link == "first":
+        if running.link == "first" or stack not in self._masks:
             self._masks[stack] = self._real_tokens(layer, hidden)
         mask = self._masks[stack]
-        chosen = is_chosen(self._selection, layer, index, self._depth[stack])
+        chosen = is_chosen(self._selection, layer, index)
         capture = LayerCapture(
             layer.name, stack, index, hidden, output, mask, rerun, running.link, chosen
         )
@@ -305,14 +307,16 @@ class LayerTap:
         if hidden.dim() != 3 or hidden.shape[1] != batch or hidden.shape[0] == 1:
             return False
         if layer.stack not in self._tokens_first:
-            self._tokens_first[layer.stack] = mixes_first_axis(running.call, hidden)
+            mixed = mixes_first_axis(running.call, hidden)
+            if mixed is None:
+                return hidden.shape[0] != batch
+            self._tokens_first[layer.stack] = mixed
         return self._tokens_first[layer.stack]
 
     def _real_tokens(self, layer: Layer, hidden: Tensor) -> Tensor:
         """`[B, K]` bool: what attention may look at and the model's own mask does not exclude."""
         mask = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-        given = self._roots[-1].mask
-        for keys in (self._keys.get(layer.name), None if given is None else given != 0):
+        for keys in (self._keys.get(layer.name), self._roots[-1].padding):
             if keys is not None and keys.shape == mask.shape:
                 mask = mask & keys.to(mask.device)
         return mask

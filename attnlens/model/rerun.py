@@ -112,7 +112,7 @@ class LayerCall:
         return self.again(hidden.transpose(0, 1)).transpose(0, 1)
 
 
-def mixes_first_axis(call: LayerCall, hidden: Tensor) -> bool:
+def mixes_first_axis(call: LayerCall, hidden: Tensor) -> bool | None:
     """Find out whether the first axis of a hidden state counts tokens, by changing one entry.
 
     Args:
@@ -120,15 +120,15 @@ def mixes_first_axis(call: LayerCall, hidden: Tensor) -> bool:
         hidden: what the layer was given.
 
     Returns:
-        True if other entries of the output depend on the first one; False also where the layer
-        cannot be called again.
+        True if other entries of the output depend on the first one; None where the layer cannot
+        be called again.
     """
     changed = hidden.clone()
     changed[0] = hidden[0].flip(-1)
     try:
         outputs = [layer_output(call.again, state) for state in (hidden, changed)]
     except InputError:
-        return False
+        return None
     return not torch.equal(outputs[0][1:], outputs[1][1:])
 
 

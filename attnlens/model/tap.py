@@ -42,7 +42,13 @@ class Companion(Protocol):
     def attach(self, stack: ExitStack) -> None:
         """Register hooks, each with its removal."""
 
-    def enter(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def enter(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        padding: Tensor | None,
+    ) -> None:
         """Begin the forward pass of the model or, nested in it, of a pretrained one inside."""
 
     def wants_mask(self, site: Site) -> bool:
@@ -178,7 +184,7 @@ class Tap:
         self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
         if self._companion is not None and self._looking:
-            self._companion.enter(module, args, kwargs)
+            self._companion.enter(module, args, kwargs, self._padding[-1])
 
     def _end(self, module: nn.Module, args: Sequence[Any], output: Any) -> None:
         if replaying() or not self._running:
