@@ -26,6 +26,7 @@ from attnlens.observers import (
     Recording,
     TokenSaliency,
 )
+from attnlens.verdict import Verdict, check
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,8 @@ __all__ = [
     # looking
     "Lens",
     "record",
+    "check",
+    "Verdict",
     "Capture",
     # observers
     "Observer",

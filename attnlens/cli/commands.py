@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import attnlens
 from attnlens import demo as packaged
 from attnlens.cli.attribute import attribute
+from attnlens.cli.check import check
 from attnlens.cli.examples import read_examples
 from attnlens.cli.run import FIELDS, Run, Settings, measure
 from attnlens.cli.terminal import loaded, plain_errors, say
@@ -24,6 +25,7 @@ from attnlens.report.terminal import explanation, head_table
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(attribute)
+app.command()(check)
 
 Field = Annotated[str, typer.Option("--field", help=f"Quantity to show: {', '.join(FIELDS)}.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

@@ -30,8 +30,8 @@ class Hook:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return no_hook
 
-    def __reduce__(self) -> str:
-        return "no_hook"
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copied_hook, ()
 
 
 def no_hook(*args: Any, **kwargs: Any) -> None:
@@ -55,3 +55,7 @@ def suspended() -> Iterator[None]:
 def is_suspended() -> bool:
     """Whether this thread is inside :func:`suspended`."""
     return getattr(_thread, "depth", 0) > 0
+
+
+def _copied_hook() -> Callable[..., None]:
+    return no_hook
