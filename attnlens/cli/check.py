@@ -25,9 +25,6 @@ def check(
     """Run a model with and without a lens and report whether attnlens works on it.
 
     The inputs are made up from the model's configuration. The exit code is 1 where it does not.
-
-    Raises:
-        Exit: with code 1 where attnlens does not work on the model.
     """
     with plain_errors():
         with Console(stderr=True).status(f"Loading {escape(model)} …"):
