@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 
 from attnlens.capture import Capture, Kind
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError, UnsupportedAttentionError
+from attnlens.kernels import Backend, resolve
 from attnlens.model.layers import LayerTap
 from attnlens.model.sites import Catalogue, mixing_module, select
 from attnlens.model.tap import Tap
@@ -40,6 +42,8 @@ class Lens:
         every: look at each N-th forward pass, beginning with the first.
         kinds: kinds of attention to look at: `"encoder"`, `"decoder"`, `"cross"`. By default
             the encoder's self-attention, or where a model has none, every self-attention.
+        backend: kernels to compute with: `"torch"`, `"triton"`, or `"auto"` for Triton on CUDA
+            tensors where it is installed.
 
     Raises:
         InputError: if an argument is of the wrong kind or value.
@@ -53,6 +57,7 @@ class Lens:
         layers: Iterable[int | str] | None = None,
         every: int = 1,
         kinds: Iterable[Kind] | Kind | None = None,
+        backend: Backend = "auto",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"model must be a torch module. Got {type(model).__name__}.")
@@ -66,6 +71,8 @@ class Lens:
         self.model = model
         self.observers: tuple[Observer, ...] = observers or (HeadStatistics(),)
         self.every = every
+        self.backend: Backend = backend
+        resolve(backend, torch.device("cpu" if backend == "auto" else _device_of(model)))
         wanted = (layers,) if isinstance(layers, (int, str)) else layers
         kinds = (kinds,) if isinstance(kinds, str) else kinds
         self.layers = None if wanted is None else list(wanted)
@@ -123,6 +130,8 @@ class Lens:
         raise InputError("summary() shows HeadStatistics; this lens was given none.")
 
     def _dispatch(self, capture: Capture) -> None:
+        if self.backend != "auto":
+            capture = replace(capture, backend=self.backend)
         for observer in self.observers:
             if observer.wants(capture):
                 observer.update(capture)
@@ -173,6 +182,11 @@ class Lens:
             f"({type(module).__name__}) mixes tokens by other means, so there is no attention "
             f"matrix A to look at."
         )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def record(model: nn.Module, *args: Any, **inputs: Any) -> list[Capture]:

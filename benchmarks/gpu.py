@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def _kernels(length: int, width: int, dtype: torch.dtype) -> Iterator[Step]:
     yield Check(f"effective_reduce.maps, {setting}", _relative(reduced.maps, dense), 1e-4)
 
     for name, run in _timed(query, key, value, keys, mask, width).items():
-        triton, torch_way = seconds(lambda: run("triton"), lambda: run("torch"))
+        triton, torch_way = seconds(partial(run, "triton"), partial(run, "torch"))
         yield Comparison(setting, f"{name}, Triton", triton, "PyTorch", torch_way)
 
 
