@@ -11,16 +11,16 @@ import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attnlens.capture import Capture, Kind
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError, UnsupportedAttentionError
 from attnlens.model.sites import Catalogue, mixing_module, select
-from attnlens.model.tap import Tap
-from attnlens.observers import HeadStatistics, Observer, Recording
+from attnlens.model.tap import Mode, Tap
+from attnlens.observers import GradientObserver, HeadStatistics, Observer, Recording
 from attnlens.report.text import table
 
 
@@ -39,6 +39,8 @@ class Lens:
         every: look at each N-th forward pass, beginning with the first.
         kinds: kinds of attention to look at: `"encoder"`, `"decoder"`, `"cross"`. By default
             the encoder's self-attention, or where a model has none, every self-attention.
+        on: forward passes to look at and to count: those of a model in `"train"` mode, in
+            `"eval"` mode, or `"both"`.
 
     Raises:
         InputError: if an argument is of the wrong kind or value.
@@ -52,6 +54,7 @@ class Lens:
         layers: Iterable[int | str] | None = None,
         every: int = 1,
         kinds: Iterable[Kind] | Kind | None = None,
+        on: Mode = "both",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"model must be a torch module. Got {type(model).__name__}.")
@@ -64,7 +67,10 @@ class Lens:
             raise InputError(f"every must be a positive integer. Got {every!r}.")
         self.model = model
         self.observers: tuple[Observer, ...] = observers or (HeadStatistics(),)
+        if on not in get_args(Mode):
+            raise InputError(f'on must be "train", "eval" or "both". Got {on!r}.')
         self.every = every
+        self.on = on
         wanted = (layers,) if isinstance(layers, (int, str)) else layers
         kinds = (kinds,) if isinstance(kinds, str) else kinds
         self.layers = None if wanted is None else list(wanted)
@@ -82,7 +88,15 @@ class Lens:
             raise AttnLensError(
                 "This lens is active already. Open a second Lens to look twice at once."
             )
-        tap = Tap(self.model, self.selection, self._dispatch, self.every)
+        gradient = any(isinstance(observer, GradientObserver) for observer in self.observers)
+        tap = Tap(
+            self.model,
+            self.selection,
+            self._dispatch,
+            self.every,
+            self.on,
+            self._dispatch_gradient if gradient else None,
+        )
         with ExitStack() as stack:
             tap.attach(stack)
             self._stack = stack.pop_all()
@@ -122,10 +136,16 @@ class Lens:
             if observer.wants(capture):
                 observer.update(capture)
 
+    def _dispatch_gradient(self, capture: Capture, gradient: Tensor) -> None:
+        for observer in self.observers:
+            if isinstance(observer, GradientObserver) and observer.wants(capture):
+                observer.update_gradient(capture, gradient)
+
     def _report_gaps(self, tap: Tap) -> None:
         if not tap.forwards:
+            mode = {"train": " in training mode", "eval": " in evaluation mode"}.get(self.on, "")
             warnings.warn(
-                f"No forward pass of {type(self.model).__name__} ran inside the lens, so its "
+                f"No forward pass of {type(self.model).__name__}{mode} ran inside the lens, so its "
                 f"observers saw nothing.",
                 AttnLensWarning,
                 stacklevel=3,
@@ -133,6 +153,13 @@ class Lens:
             return
         if not tap.fired:
             raise UnsupportedAttentionError(self._why_nothing(tap))
+        if tap.gradients is not None and not tap.gradients.delivered:
+            warnings.warn(
+                "No gradient reached any attention inside the lens. Call backward() before the "
+                "lens closes, on a model whose attention layers are not all frozen.",
+                AttnLensWarning,
+                stacklevel=3,
+            )
         silent = [*tap.silent, *sorted(tap.fused)]
         if not silent:
             return

@@ -10,15 +10,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from attnlens.capture import Capture, Masking
 from attnlens.errors import InputError
-from attnlens.model.calls import capture_of_call, capture_of_event
+from attnlens.model.calls import (
+    MaskingOf,
+    capture_of_call,
+    capture_of_event,
+    live_of_call,
+    live_of_event,
+)
 from attnlens.model.compiled import running_eagerly
+from attnlens.model.gradients import DeliverGradient, Gradients, LiveContext, relabelled
 from attnlens.model.hooks import Hook
 from attnlens.model.interface import InterfaceCall, listen, masking_of
 from attnlens.model.masks import with_position_bias
@@ -33,6 +40,7 @@ from attnlens.model.sites import Selection, Site, forward_roots
 from attnlens.model.tracing import Event
 
 Deliver = Callable[[Capture], None]
+Mode = Literal["train", "eval", "both"]
 
 
 class Tap:
@@ -43,16 +51,27 @@ class Tap:
         selection: which attention to look at.
         deliver: called with each capture, soon after its call.
         every: look at each N-th outermost forward.
+        mode: which forward passes exist for this tap: those of a model in training mode, in
+            evaluation mode, or both.
+        deliver_gradient: called in the backward pass with each capture and `∂L/∂O`; None asks
+            for no gradients.
 
     Attributes:
         forwards: number of outermost forward passes seen so far.
         looked: how many of them were looked at.
         fired: names of the sites that were heard at least once.
         seen: names of all modules with attention, chosen or not, that were heard.
+        gradients: what follows the contexts into the backward pass, or None.
     """
 
     def __init__(
-        self, model: nn.Module, selection: Selection, deliver: Deliver, every: int
+        self,
+        model: nn.Module,
+        selection: Selection,
+        deliver: Deliver,
+        every: int,
+        mode: Mode = "both",
+        deliver_gradient: DeliverGradient | None = None,
     ) -> None:
         self.model = model
         self.selection = selection
@@ -62,9 +81,15 @@ class Tap:
         self.seen: set[str] = set()
         self._deliver = deliver
         self._every = every
+        self._mode = mode
+        self._chosen = False
+        self._with_graph = False
+        self.gradients = None if deliver_gradient is None else Gradients(deliver_gradient)
         catalogue = selection.catalogue
         self._interface = {id(site.module): site for site in catalogue.interface}
-        self._scope = TraceScope(model, self._heard_event, self._heard_linear)
+        self._scope = TraceScope(
+            model, self._heard_event, self._heard_linear, replays=deliver_gradient is not None
+        )
         self._running: list[nn.Module] = []
         self._batch: int | None = None
         self._order = _LayerOrder()
@@ -117,7 +142,7 @@ class Tap:
 
     @property
     def _looking(self) -> bool:
-        return bool(self._running) and (self.forwards - 1) % self._every == 0
+        return bool(self._running) and self._chosen
 
     def _begin(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if replaying():
@@ -128,13 +153,21 @@ class Tap:
         if len(self._running) > 1:
             self._order.restart()
             return
-        self.forwards += 1
+        self._chosen = self._choose(module)
+        self._with_graph = torch.is_grad_enabled()
         self._order = _LayerOrder()
         self._clear()
         if self._looking:
             self.looked += 1
             self._batch = _batch_size(args, kwargs)
             self._scope.begin((module.__class__, *_kind_of_input(module, args, kwargs)))
+
+    def _choose(self, module: nn.Module) -> bool:
+        """Count an outermost forward pass and tell whether it is one to look at."""
+        if self._mode != "both" and module.training != (self._mode == "train"):
+            return False
+        self.forwards += 1
+        return (self.forwards - 1) % self._every == 0
 
     def _end(self, module: nn.Module, args: Sequence[Any], output: Any) -> None:
         if replaying() or not self._running:
@@ -156,27 +189,54 @@ class Tap:
         self._order.invoke(site)
 
     def _heard_call(self, call: InterfaceCall) -> None:
-        if self._looking and not replaying():
-            site = self._interface[id(call.module)]
-            with _unobserved():
-                self._take(site, lambda: capture_of_call(call, site.name, self._masking))
+        site = self._interface[id(call.module)]
+        self._heard(
+            site,
+            lambda masking: capture_of_call(call, site.name, masking),
+            lambda: live_of_call(call),
+        )
 
     def _heard_event(self, frame: Frame, event: Event) -> None:
-        if not self._looking:
-            return
         site = self.selection.catalogue.site(frame.name, frame.module)
-        if not frame.entered:
+        if self._looking and not frame.entered and not replaying():
             frame.entered = True
             self._enter(site)
-        with _unobserved():
-            self._take(site, lambda: capture_of_event(event, frame.module, site.name))
+        self._heard(
+            site,
+            lambda masking: capture_of_event(event, frame.module, site.name),
+            lambda: live_of_event(event, frame.module),
+        )
 
-    def _take(self, site: Site, build: Callable[[], Capture]) -> None:
+    def _heard(
+        self, site: Site, build: Callable[[MaskingOf], Capture], live: Callable[[], LiveContext]
+    ) -> None:
+        """Take a call of the forward pass, or the replay of one whose gradient is waited for."""
+        graph = torch.is_grad_enabled()
+        if replaying():
+            known = None if self.gradients is None else self.gradients.replayed(site.name)
+            if self.gradients is not None and known is not None:
+                masking = known.masking
+                with _unobserved():
+                    capture = relabelled(build(lambda *_: masking), known)
+                self.gradients.follow(capture, live())
+            return
+        if not self._looking:
+            return
+        with _unobserved():
+            capture = self._take(site, lambda: build(self._masking))
+        if self.gradients is None or capture is None:
+            return
+        if graph:
+            self.gradients.follow(capture, live())
+        elif self._with_graph:  # gradients are off inside only: reentrant checkpointing
+            self.gradients.expect(capture, self._order.ordinal(site) == 0)
+
+    def _take(self, site: Site, build: Callable[[], Capture]) -> Capture | None:
         """Label a capture, and deliver it or let it wait for its projection."""
         self.seen.add(site.name)
         layer = self._order.layer(site)
         if site.kind not in self.selection.kinds or not self.selection.accepts(site, layer):
-            return
+            return None
         self.fired.add(site.name)
         capture = build()
         batch = capture.context.shape[0]
@@ -193,9 +253,10 @@ class Tap:
         if known is not None:
             self._send(capture, known, self._order.ordinal(site))
         else:
-            capture = replace(capture, context=capture.context.clone())
-            self._pending.append(capture)
-            self._trail.add(capture.context)
+            waiting = replace(capture, context=capture.context.clone())
+            self._pending.append(waiting)
+            self._trail.add(waiting.context)
+        return capture
 
     def _received(self, name: str, module: nn.Module, received: Tensor) -> None:
         if not self._pending or replaying():
@@ -250,6 +311,8 @@ class Tap:
         self._running.clear()
         self._projections.clear()
         self._owners = None
+        if self.gradients is not None:
+            self.gradients.close()
 
 
 class _LayerOrder:
