@@ -7,6 +7,8 @@ with Lens(model) as lens:
 print(lens.summary())
 """
 
+from typing import TYPE_CHECKING, Any
+
 from attnlens.capture import Capture
 from attnlens.errors import (
     AttnLensError,
@@ -18,7 +20,17 @@ from attnlens.errors import (
     UnsupportedAttentionError,
 )
 from attnlens.lens import Lens, record
-from attnlens.observers import EffectiveAttention, HeadStatistics, Observer, Recording
+from attnlens.observers import (
+    EffectiveAttention,
+    HeadImportance,
+    HeadStatistics,
+    Observer,
+    Recording,
+)
+from attnlens.training import monitor
+
+if TYPE_CHECKING:
+    from attnlens.training.callback import LensCallback
 
 __version__ = "0.1.0"
 
@@ -30,8 +42,12 @@ __all__ = [
     # observers
     "Observer",
     "HeadStatistics",
+    "HeadImportance",
     "EffectiveAttention",
     "Recording",
+    # training
+    "LensCallback",
+    "monitor",
     # errors
     "AttnLensError",
     "AttnLensWarning",
@@ -41,3 +57,12 @@ __all__ = [
     "NonFiniteError",
     "UnsupportedAttentionError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use what needs the Trainer's dependencies."""
+    if name == "LensCallback":
+        from attnlens.training.callback import LensCallback
+
+        return LensCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

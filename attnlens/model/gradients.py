@@ -55,20 +55,25 @@ class Gradients:
         self._hooks: WeakSet[_GradientHook] = WeakSet()
         self._waiting: dict[str, deque[deque[Capture]]] = {}
 
-    def follow(self, capture: Capture, live: LiveContext) -> None:
-        """Deliver the gradient of a context when it comes; nothing happens if it needs none.
+    def follow(self, capture: Capture, live: LiveContext) -> bool:
+        """Deliver the gradient of a context when it comes.
 
         Args:
             capture: the call.
             live: its context.
+
+        Returns:
+            Whether the context is in a graph; otherwise nothing happens.
         """
-        if live.tensor.requires_grad:
-            hook = _GradientHook(_context_only(capture), live.arrange, self._arrived)
-            hook.handle = live.tensor.register_hook(hook)
-            self._hooks.add(hook)
+        if not live.tensor.requires_grad:
+            return False
+        hook = _GradientHook(_context_only(capture), live.arrange, self._arrived)
+        hook.handle = live.tensor.register_hook(hook)
+        self._hooks.add(hook)
+        return True
 
     def expect(self, capture: Capture, first: bool) -> None:
-        """Wait for the replay of a call that ran without a graph.
+        """Wait for a replay of a call that ran without a graph; a frozen one never gets any.
 
         Args:
             capture: the call.

@@ -211,7 +211,6 @@ class Tap:
         self, site: Site, build: Callable[[MaskingOf], Capture], live: Callable[[], LiveContext]
     ) -> None:
         """Take a call of the forward pass, or the replay of one whose gradient is waited for."""
-        graph = torch.is_grad_enabled()
         if replaying():
             known = None if self.gradients is None else self.gradients.replayed(site.name)
             if self.gradients is not None and known is not None:
@@ -223,13 +222,10 @@ class Tap:
         if not self._looking:
             return
         with _unobserved():
-            capture = self._take(site, lambda: build(self._masking))
-        if self.gradients is None or capture is None:
-            return
-        if graph:
-            self.gradients.follow(capture, live())
-        elif self._with_graph:  # gradients are off inside only: reentrant checkpointing
-            self.gradients.expect(capture, self._order.ordinal(site) == 0)
+            taken = self._take(site, lambda: build(self._masking))
+        if self.gradients is not None and taken is not None and self._with_graph:
+            if not self.gradients.follow(taken, live()):
+                self.gradients.expect(taken, self._order.ordinal(site) == 0)
 
     def _take(self, site: Site, build: Callable[[], Capture]) -> Capture | None:
         """Label a capture, and deliver it or let it wait for its projection."""
