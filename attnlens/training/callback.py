@@ -20,7 +20,7 @@ from attnlens.lens import Lens
 from attnlens.model.tap import Mode
 from attnlens.observers import HeadImportance, Observer
 from attnlens.training.files import NAME, read_state, write_state
-from attnlens.training.steps import calling_trainer, surround
+from attnlens.training.steps import calling_trainer, loss_scale, surround
 from attnlens.training.window import (
     Choice,
     Keep,
@@ -244,22 +244,21 @@ class LensCallback(TrainerCallback):
         if "eval" in self._windows:
             surround(trainer, "prediction_step", self, self._around_batch)
 
-    def _around_step(self) -> AbstractContextManager[Any]:
+    def _around_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> AbstractContextManager[Any]:
         trainer = self._trainer()
         if trainer.state.global_step % self.every_n_steps:
             return nullcontext()
         self._steps += 1
-        scaler = trainer.accelerator.scaler
-        scale = (1.0 if scaler is None else scaler.get_scale()) / (
-            trainer.current_gradient_accumulation_steps
-        )
+        scale = loss_scale(trainer, num_items_in_batch)
         window = self._windows["train"]
         for given, recent in zip(window.totals, window.recent, strict=True):
             if isinstance(given, HeadImportance) and isinstance(recent, HeadImportance):
                 recent.loss_scale = scale if given.loss_scale is None else given.loss_scale
         return self._lens("train", trainer.model)
 
-    def _around_batch(self) -> AbstractContextManager[Any]:
+    def _around_batch(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
         self._batches += 1
         if (self._batches - 1) % self.every_n_steps:
             return nullcontext()

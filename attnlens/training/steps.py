@@ -35,11 +35,32 @@ def calling_trainer(callback: TrainerCallback) -> Any | None:
     return None
 
 
+def loss_scale(trainer: Any, items: Any) -> float:
+    """Find the factor that a Trainer puts on the loss of a micro-batch.
+
+    Args:
+        trainer: the Trainer.
+        items: how many items the whole step has, or None if the Trainer does not count them.
+
+    Returns:
+        The scale of mixed precision, over the number of accumulated micro-batches where the
+        Trainer divides by it. A loss that is normalised by the items of the whole step is left as
+        it is.
+    """
+    scaler = trainer.accelerator.scaler
+    scale = 1.0 if scaler is None else float(scaler.get_scale())
+    normalised = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if normalised is None:
+        by_model = trainer.model_accepts_loss_kwargs and items is not None
+        normalised = by_model or trainer.compute_loss_func is not None
+    return scale if normalised else scale / trainer.current_gradient_accumulation_steps
+
+
 def surround(
     trainer: Any,
     name: str,
     callback: TrainerCallback,
-    context: Callable[[], AbstractContextManager[Any]],
+    context: Callable[..., AbstractContextManager[Any]],
 ) -> None:
     """Run a method of a Trainer inside a context, for as long as a callback belongs to it.
 
@@ -47,7 +68,7 @@ def surround(
         trainer: the Trainer.
         name: the method.
         callback: the callback.
-        context: makes the context manager of each call.
+        context: makes the context manager of each call from the call's arguments.
     """
     method = getattr(trainer, name)
     # Weak, so that a Trainer and its model go as soon as nobody else holds them.
@@ -58,7 +79,7 @@ def surround(
 
     def surrounded(*args: Any, **kwargs: Any) -> Any:
         own = any(known is callback for known in find_trainer().callback_handler.callbacks)
-        with context() if own else nullcontext():
+        with context(*args, **kwargs) if own else nullcontext():
             return find_method()(*args, **kwargs)
 
     setattr(trainer, name, surrounded)

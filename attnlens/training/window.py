@@ -52,8 +52,11 @@ class Choice:
         if isinstance(keep, str):
             valid = keep in ("all", "summary")
         else:
-            keep = [tuple(head) for head in keep]  # type: ignore[misc]
-            valid = all(len(head) == 2 and all(isinstance(i, int) for i in head) for head in keep)
+            keep = list(keep)
+            valid = all(
+                isinstance(head, tuple) and [type(index) for index in head] == [int, int]
+                for head in keep
+            )
         if not valid:
             raise InputError(
                 f'keep must be "all", "summary" or a list of (layer, head). Got {keep!r}.'
@@ -75,7 +78,7 @@ class Choice:
         """
         known = {name for result in results for name in result.tensors()}
         unknown = sorted(set(self.quantities or ()) - known)
-        if unknown:
+        if results and unknown:
             raise InputError(f"No quantity {unknown[0]!r}. There are: {', '.join(sorted(known))}.")
 
 
