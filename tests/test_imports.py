@@ -25,11 +25,14 @@ ALLOWED = {
     "functional": {"errors", "kernels"},
     "capture": {"errors", "functional"},
     "model": {"errors", "functional", "capture"},
-    "observers": {"errors", "functional", "capture"},
+    "observers": {"errors", "functional", "capture", "kernels"},
     "report": {"errors", "observers"},
+    "storage": {"errors", "observers"},
+    "demo": {"errors"},
 }
 UPPER = {  # parts that people meet; lower ones must not know them
     "lens": {"errors", "capture", "model", "observers", "report"},
+    "verdict": None,
     "heads": None,
     "training": None,
     "corpus": None,

@@ -85,6 +85,21 @@ class Catalogue:
         """Tell whether a module of this name exists."""
         return name in self._peers.get(stack_of(name), ())
 
+    def served_by(self, site: Site) -> Iterable[int]:
+        """Name the layers a site may serve: its own, or all of its stack where it is shared."""
+        depth = self.depth(site.stack)
+        return range(depth) if depth > len(self._peers[site.stack]) else (site.layer,)
+
+    def kinds(self) -> set[Kind]:
+        """Name the kinds of attention that the names of modules promise."""
+        names = (name for peers in self._peers.values() for name in peers)
+        modules = dict(self.model.named_modules())
+        return {
+            _kind(name, modules[name], self._decoders)
+            for name in names
+            if re.search("att", name.rsplit(".", 1)[-1], re.IGNORECASE)
+        }
+
     def depth(self, stack: str) -> int:
         """Count the layers of a stack; shared modules serve as many as the config declares."""
         modules = len(self._peers.get(stack, ()))
@@ -111,8 +126,8 @@ class Selection:
         """Tell whether some layer of a site may be wanted."""
         if site.kind not in self.kinds:
             return False
-        depth = self.catalogue.depth(site.stack)
-        return any(self.accepts(site, layer) for layer in (site.layer, *range(depth)))
+        served = self.catalogue.served_by(site)
+        return any(self.accepts(site, layer) for layer in served)
 
     def accepts(self, site: Site, layer: int) -> bool:
         """Tell whether a layer of a site is wanted."""
@@ -147,6 +162,9 @@ def select(
         chosen = set(kinds)
         if not chosen or chosen - KINDS:
             raise InputError(f"kinds must be among {sorted(KINDS)}. Got {sorted(chosen)}.")
+        there = known | catalogue.kinds()
+        if there and not chosen & there:
+            raise InputError(f"The model has attention of kinds {sorted(there)} only.")
     wanted = None if layers is None else frozenset(layers)
     selection = Selection(catalogue, wanted, frozenset(chosen))
     for layer in wanted or ():
@@ -215,9 +233,13 @@ def _check_layer(layer: int | str, selection: Selection) -> None:
     sites = [site for site in catalogue.interface if site.kind in selection.kinds]
     example = f" Names look like {sites[0].name!r}." if sites else ""
     if isinstance(layer, str):
-        if not catalogue.has(layer):
-            raise InputError(f"layers={layer!r} is no module of the model.{example}")
+        inside = [site.name for site in sites if site.name.startswith(f"{layer}.")]
+        if not catalogue.has(layer) or inside:
+            what = f"holds attention at {inside[0]!r}" if inside else "is no module of the model"
+            raise InputError(f"layers={layer!r} {what}.{example}")
         return
+    if isinstance(layer, bool) or not isinstance(layer, int):
+        raise InputError(f"layers holds indices and module names. Got {layer!r}.")
     depth = max((catalogue.depth(site.stack) for site in sites), default=None)
     if depth is not None and not -depth <= layer < depth:
         raise InputError(

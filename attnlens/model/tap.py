@@ -6,6 +6,7 @@ site's output projection by following its context the first time, and delivers c
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -91,6 +92,7 @@ class Tap:
             model, self._heard_event, self._heard_linear, replays=deliver_gradient is not None
         )
         self._running: list[nn.Module] = []
+        self._padding: list[Tensor | None] = []  # one for each running forward
         self._batch: int | None = None
         self._order = _LayerOrder()
         self._projections: dict[str, Projections] = {}
@@ -148,8 +150,11 @@ class Tap:
         if replaying():
             return
         if any(module is running for running in self._running):
-            self._running.clear()  # an interrupt tore down a forward without running its hooks
+            # an interrupt tore down a forward without running its hooks
+            self._running.clear()
+            self._padding.clear()
         self._running.append(module)
+        self._padding.append(_padding_mask(module, args, kwargs))
         if len(self._running) > 1:
             self._order.restart()
             return
@@ -175,6 +180,7 @@ class Tap:
         looking = self._looking
         while self._running and self._running.pop() is not module:
             continue
+        del self._padding[len(self._running) :]
         if not self._running and looking:
             self._scope.end()
             self._settle()
@@ -243,6 +249,7 @@ class Tap:
             stack=site.stack,
             kind=site.kind,
             call=self._order.count(site, layer),
+            padding=self._padding[-1],
             windows=batch // self._batch if folded and self._batch else 1,
         )
         known = self._projections.get(site.name)
@@ -305,6 +312,7 @@ class Tap:
     def _forget(self) -> None:
         self._clear()
         self._running.clear()
+        self._padding.clear()
         self._projections.clear()
         self._owners = None
         if self.gradients is not None:
@@ -367,6 +375,20 @@ def _batch_size(args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
         if isinstance(value, Tensor) and value.dim():
             return value.shape[0]
     return None
+
+
+def _padding_mask(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """The `[B, N]` attention mask a forward is given, as real tokens."""
+    given = kwargs.get("attention_mask")
+    if given is None and len(args) > 1:
+        try:
+            bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+        except TypeError:  # the forward will complain in its own words
+            return None
+        given = bound.arguments.get("attention_mask")
+    if not isinstance(given, Tensor) or given.dim() != 2 or given.is_floating_point():
+        return None
+    return given != 0
 
 
 def _kind_of_input(
