@@ -10,6 +10,7 @@ print(lens.summary())
 from typing import TYPE_CHECKING, Any
 
 from attnlens.capture import Capture
+from attnlens.drift import compare
 from attnlens.errors import (
     AttnLensError,
     AttnLensWarning,
@@ -48,6 +49,7 @@ __all__ = [
     # training
     "LensCallback",
     "monitor",
+    "compare",
     # errors
     "AttnLensError",
     "AttnLensWarning",

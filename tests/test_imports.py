@@ -35,6 +35,7 @@ UPPER = {  # parts that people meet; lower ones must not know them
     "verdict": None,
     "heads": None,
     "training": None,
+    "drift": None,
     "corpus": None,
     "cli": None,
     "__init__": None,

@@ -73,11 +73,11 @@ def report(
     ] = None,
 ) -> None:
     """Run text through a model and show one number per attention head."""
-    with _plain_errors():
+    with plain_errors():
         _check(field, output)
         settings = Settings(text, lines, batch_size, max_length, _layers(layers))
         examples = read_examples(text, lines)
-        run = _run(_loaded(model), examples, settings)
+        run = _run(loaded(model), examples, settings)
         _deliver(run, field, as_json, output)
 
 
@@ -86,9 +86,9 @@ def demo(
     field: Field = "effective_fraction", as_json: AsJson = False, output: Output = None
 ) -> None:
     """Show the heads of a packaged MiniLM sentence encoder reading twelve paragraphs."""
-    with _plain_errors():
+    with plain_errors():
         _check(field, output)
-        model = replace(_loaded(str(packaged.model_folder())), name=packaged.MODEL)
+        model = replace(loaded(str(packaged.model_folder())), name=packaged.MODEL)
         run = _run(model, packaged.paragraphs(), Settings(packaged.TEXT))
         if not as_json:
             layers, heads = run.statistics.rank.shape
@@ -105,7 +105,7 @@ def _say(message: str) -> None:
 
 
 @contextmanager
-def _plain_errors() -> Iterator[None]:
+def plain_errors() -> Iterator[None]:
     """Turn errors that attnlens raises on purpose into one line and exit code 2."""
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
@@ -146,7 +146,8 @@ def _layers(text: str | None) -> tuple[int | str, ...] | None:
     return tuple(int(name) if name.lstrip("-").isdecimal() else name for name in names)
 
 
-def _loaded(name: str) -> TextModel:
+def loaded(name: str) -> TextModel:
+    """Load a model, saying so on a terminal."""
     with Console(stderr=True).status(f"Loading {escape(name)} …"):
         return load_text_model(name)
 

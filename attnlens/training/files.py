@@ -6,12 +6,12 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from uuid import uuid4
 
 from safetensors import SafetensorError, safe_open
 from safetensors import torch as tensor_files
 
 from attnlens.errors import InputError
+from attnlens.storage import write_atomically
 from attnlens.training.window import State
 
 NAME = "attnlens_observers.safetensors"
@@ -28,13 +28,7 @@ def write_state(folder: str | os.PathLike[str], state: State, observers: Sequenc
     """
     header = json.dumps({"format": _FORMAT, "observers": list(observers)})
     tensors = {name: tensor.contiguous() for name, tensor in state.items()}
-    target = Path(folder) / NAME
-    temporary = target.with_name(f".{NAME}.{uuid4().hex}.part")
-    try:
-        temporary.write_bytes(tensor_files.save(tensors, {"attnlens": header}))
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(Path(folder) / NAME, tensor_files.save(tensors, {"attnlens": header}))
 
 
 def read_state(folder: str | os.PathLike[str], observers: Sequence[str]) -> State:
