@@ -37,6 +37,7 @@ UPPER = {  # parts that people meet; lower ones must not know them
     "demo": None,
     "heads": None,
     "training": None,
+    "drift": None,
     "corpus": None,
     "cli": None,
     "__init__": None,

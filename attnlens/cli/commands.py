@@ -1,4 +1,4 @@
-"""The commands: `attnlens report`, `attnlens demo` and `attnlens attribute`."""
+"""The commands; `report` and `demo` are here, the others in files of their own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import attnlens
 from attnlens import demo as packaged
 from attnlens.cli.attribute import attribute
 from attnlens.cli.check import check
+from attnlens.cli.compare import compare
 from attnlens.cli.examples import read_examples
 from attnlens.cli.run import FIELDS, Run, Settings, measure
 from attnlens.cli.terminal import loaded, plain_errors, say
@@ -24,8 +25,8 @@ from attnlens.model.loading import TextModel
 from attnlens.report.terminal import explanation, head_table
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-app.command()(attribute)
-app.command()(check)
+for command in (attribute, check, compare):
+    app.command()(command)
 
 Field = Annotated[str, typer.Option("--field", help=f"Quantity to show: {', '.join(FIELDS)}.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
