@@ -15,12 +15,12 @@ class Hook:
         function: what the hook does.
     """
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Run the hook."""
-        self._function(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the hook; what it returns replaces the module's input or output, None nothing."""
+        return self._function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return no_hook
