@@ -17,6 +17,13 @@ from attnlens.errors import (
     NonFiniteError,
     UnsupportedAttentionError,
 )
+from attnlens.heads import (
+    load_pruned,
+    mask_heads,
+    prune_heads,
+    pruning_curve,
+    save_pruned,
+)
 from attnlens.lens import Lens, record
 from attnlens.observers import EffectiveAttention, HeadStatistics, Observer, Recording
 
@@ -32,6 +39,12 @@ __all__ = [
     "HeadStatistics",
     "EffectiveAttention",
     "Recording",
+    # heads
+    "mask_heads",
+    "prune_heads",
+    "save_pruned",
+    "load_pruned",
+    "pruning_curve",
     # errors
     "AttnLensError",
     "AttnLensWarning",

@@ -35,48 +35,54 @@ TOLERANCE = {
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What a model costs.
+
+    Attributes:
+        parameters: number of parameters of the whole model.
+        flops: multiplications and additions per token in the linear layers of attention.
+        seconds: median time of a forward pass.
+    """
+
+    parameters: int
+    flops: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class PruningReport:
     """What pruning changed.
 
     Attributes:
         plan: the heads that were removed, as numbered before.
-        heads_before: number of heads in all layers.
-        parameters_before: number of parameters of the model.
-        parameters_after: the same afterwards.
-        flops_before: operations per token in the linear layers of attention.
-        flops_after: the same afterwards.
-        seconds_before: median time of a forward pass.
-        seconds_after: the same afterwards.
+        heads: number of heads in all layers before.
+        before: cost before.
+        after: cost afterwards.
         difference: largest difference of an output from that of the masked model.
     """
 
     plan: HeadPlan
-    heads_before: int
-    parameters_before: int
-    parameters_after: int
-    flops_before: int
-    flops_after: int
-    seconds_before: float
-    seconds_after: float
+    heads: int
+    before: Cost
+    after: Cost
     difference: float
 
     @property
     def speedup(self) -> float:
         """Time before over time after."""
-        return self.seconds_before / self.seconds_after
+        return self.before.seconds / self.after.seconds
 
     def __str__(self) -> str:
-        return "\n".join(
-            (
-                f"heads        {self.heads_before} → {self.heads_before - len(self.plan)}",
-                f"parameters   {self.parameters_before:,} → {self.parameters_after:,}",
-                f"flops        {self.flops_before:,} → {self.flops_after:,} per token in the "
-                f"linear layers of attention",
-                f"forward      {self.seconds_before * 1e3:.2f} ms → "
-                f"{self.seconds_after * 1e3:.2f} ms ({self.speedup:.2f} ×)",
-                f"difference   {self.difference:.1e} from the masked model",
-            )
+        before, after = self.before, self.after
+        times = f"{before.seconds * 1e3:.2f} ms → {after.seconds * 1e3:.2f} ms"
+        lines = (
+            f"heads        {self.heads} → {self.heads - len(self.plan)}",
+            f"parameters   {before.parameters:,} → {after.parameters:,}",
+            f"operations   {before.flops:,} → {after.flops:,} per token in attention's weights",
+            f"forward      {times} ({self.speedup:.2f} ×)",
+            f"difference   {self.difference:.1e} from the masked model",
         )
+        return "\n".join(lines)
 
 
 def prune_heads(
@@ -134,17 +140,17 @@ def prune_heads(
     with masking(model, layers, plan, kinds=kinds):
         masked = _outputs(probe)
     timed = probe if timing is None else Probe(model, timing)
-    before = _parameters(model), _flops(headed), _seconds(timed, repeats)
+    before = _cost(headed, timed, repeats)
     with ExitStack() as undo:
         cut = Cut(model, undo)
         for layer in chosen:
             cut.remove(layer, plan.of(layer.layer))
         difference = _difference(masked, probe, plan)
         note_in_config(model, undo)
-        after = _parameters(model), _flops(headed), _seconds(timed, repeats)
+        after = _cost(headed, timed, repeats)
         undo.pop_all()
-    pairs = [number for pair in zip(before, after, strict=True) for number in pair]
-    return PruningReport(plan, sum(layer.heads for layer in layers), *pairs, difference)
+    total = sum(layer.heads for layer in layers)
+    return PruningReport(plan, total, before, after, difference)
 
 
 def _require_whole_groups(plan: HeadPlan, layers: Sequence[LayerHeads]) -> None:
@@ -208,14 +214,13 @@ def _difference(masked: Sequence[Tensor], probe: Probe, plan: HeadPlan) -> float
     return worst
 
 
-def _parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _flops(headed: Sequence[HeadedLayer]) -> int:
-    """Multiplications and additions per token in the linear layers of attention."""
-    matrices = (w for layer in headed for w in layer.weights if w.is_matrix)
-    return sum(2 * weight.tensor.numel() for weight in matrices)
+def _cost(headed: Sequence[HeadedLayer], probe: Probe, repeats: int) -> Cost:
+    matrices = (w.tensor for layer in headed for w in layer.weights if w.is_matrix)
+    return Cost(
+        parameters=sum(parameter.numel() for parameter in probe.model.parameters()),
+        flops=sum(2 * matrix.numel() for matrix in matrices),
+        seconds=_seconds(probe, repeats),
+    )
 
 
 def _seconds(probe: Probe, repeats: int) -> float:

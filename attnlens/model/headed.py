@@ -131,8 +131,11 @@ def find_headed(probe: Probe, layers: Sequence[LayerHeads]) -> list[HeadedLayer]
     """
     modules = dict(probe.model.named_modules())
     sites = {layer.site for layer in layers}
-    distinct = {id(l.projection): l for l in reversed(layers) if l.projection is not None}
-    trails = [_trail(modules, layer, sites) for layer in reversed(distinct.values())]
+    first: dict[int, LayerHeads] = {}
+    for layer in layers:
+        if layer.projection is not None:
+            first.setdefault(id(layer.projection), layer)
+    trails = [_trail(modules, layer, sites) for layer in first.values()]
     tensors = [getattr(module, name) for trail in trails for module, name in trail.weights]
     with _requiring_grad(tensors), ExitStack() as stack, torch.enable_grad():
         for trail in trails:
@@ -254,7 +257,8 @@ def _follow(trail: _Trail, site: nn.Module, stack: ExitStack) -> None:
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if trail.received is not None:
             return None
-        given = {**dict(enumerate(args)), **kwargs}
+        given: dict[str | int, Any] = dict(enumerate(args))
+        given.update(kwargs)
         for name, value in given.items():
             if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
                 # A node of its own: earlier layers may have used the same tensor.
@@ -299,7 +303,7 @@ def _headed(trail: _Trail, site: nn.Module) -> HeadedLayer:
     ]
     if computes_position_bias(site) and not arguments:
         arguments.append(HeadedArgument("position_bias", 1, torch.eye(layer.heads).bool()))
-    return HeadedLayer(layer, trail.root, (*weights, _output_weight(layer)), tuple(arguments))
+    return HeadedLayer(layer, trail.root, (*weights, output_weight(layer)), tuple(arguments))
 
 
 def output_dim(module: nn.Module) -> int | None:
@@ -316,7 +320,15 @@ def output_dim(module: nn.Module) -> int | None:
     return 0 if is_linear(module) else None
 
 
-def _output_weight(layer: LayerHeads) -> HeadedWeight:
+def output_weight(layer: LayerHeads) -> HeadedWeight:
+    """Divide the weight of W_O among the heads it reads.
+
+    Args:
+        layer: a layer whose projection is known.
+
+    Returns:
+        The weight.
+    """
     assert layer.projection is not None
     owners = torch.eye(layer.heads).bool().repeat_interleave(layer.width, 1)
     dim = 0 if isinstance(layer.projection, Conv1D) else 1

@@ -92,6 +92,24 @@ class Probe:
 
 
 @contextmanager
+def modes_restored(model: nn.Module) -> Iterator[None]:
+    """Put every module back into training or evaluation mode, as it was, after a block.
+
+    Args:
+        model: any module.
+
+    Yields:
+        Nothing.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Keep a model in evaluation mode for a block; afterwards every module is as it was.
 
@@ -101,18 +119,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with modes_restored(model):
+        model.eval()
         yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
-def find_heads(
-    probe: Probe, kinds: Iterable[Kind] | Kind | None = None
-) -> tuple[LayerHeads, ...]:
+def find_heads(probe: Probe, kinds: Iterable[Kind] | Kind | None = None) -> tuple[LayerHeads, ...]:
     """Find the heads of every layer.
 
     Args:

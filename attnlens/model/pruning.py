@@ -75,7 +75,8 @@ class HeadArgument:
         if whole is None:
             return None
         self._whole = whole
-        self._part = whole.index_select(self.dim, torch.tensor(self.keep, device=whole.device))
+        keep = torch.tensor(self.keep, dtype=torch.long, device=whole.device)
+        self._part = whole.index_select(self.dim, keep)
         if isinstance(self.name, int):
             return (*args[: self.name], self._part, *args[self.name + 1 :]), kwargs
         return args, {**kwargs, self.name: self._part}
@@ -86,7 +87,7 @@ class HeadArgument:
         self._whole = self._part = None
         if part is None or not isinstance(output, tuple):
             return None
-        return tuple(whole if tensor is part else tensor for tensor in output)
+        return tuple(whole if _is_same(tensor, part) else tensor for tensor in output)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, from which the object is made again."""
@@ -152,9 +153,7 @@ class Cut:
             if name == "weight" and noted:
                 self._set(module, noted, len(kept))
 
-    def _count_heads(
-        self, headed: HeadedLayer, pruned: Sequence[int]
-    ) -> dict[str, dict[str, int]]:
+    def _count_heads(self, headed: HeadedLayer, pruned: Sequence[int]) -> dict[str, dict[str, int]]:
         """Adjust attributes that count heads; returns their new values by module."""
         layer = headed.layer
         left = layer.heads - len(pruned)
@@ -264,6 +263,13 @@ def _rebuild_layer(root: nn.Module, record: Mapping[str, Any]) -> None:
     for argument in record["arguments"]:
         HeadArgument(**argument).attach(root.get_submodule(record["site"]))
     setattr(root, RECORD, dict(record))
+
+
+def _is_same(tensor: Any, part: Tensor) -> bool:
+    """Whether a tensor is another one, or a view of all of it."""
+    if tensor is part or not isinstance(tensor, Tensor):
+        return tensor is part
+    return tensor.shape == part.shape and tensor.data_ptr() == part.data_ptr()
 
 
 def _size_attribute(module: nn.Module, dim: int) -> str | None:
