@@ -46,8 +46,8 @@ def pruning_curve(
     """Mask more and more heads, lowest score first, and evaluate at each step.
 
     The model is as before when this returns. A set of heads that several curves share, such as
-    none or all, is evaluated once, unless there is recovery. Masked heads give the outputs of pruned ones;
-    `prune_heads(model, curve.plan(score, fraction))` then removes them.
+    none or all, is evaluated once, unless there is recovery. Masked heads give the outputs of
+    pruned ones; `prune_heads(model, curve.plan(score, fraction))` then removes them.
 
     Args:
         model: a `PreTrainedModel`, or any module with one inside.
