@@ -36,6 +36,10 @@ class HeadPlan:
         """Number of heads."""
         return sum(map(len, self.heads.values()))
 
+    def __str__(self) -> str:
+        rows = (f"{stack} {layer}: {list(heads)}" for (stack, layer), heads in self.heads.items())
+        return "; ".join(rows)
+
     def of(self, layer: LayerHeads) -> tuple[int, ...]:
         """Return the chosen heads of a layer."""
         return self.heads.get(layer.key, ())

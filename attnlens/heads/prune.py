@@ -197,8 +197,8 @@ def _difference(masked: Sequence[Tensor], probe: Probe, plan: HeadPlan) -> float
         pruned = _outputs(probe)
     except Exception as error:
         raise UnsupportedAttentionError(
-            f"{name} does not run without {dict(plan.heads)}: {error}. It is as it was before. "
-            f"Keep at least one head in each layer, or use mask_heads."
+            f"{name} does not run without heads {plan}: {error}. It is as it was before. Keep at "
+            f"least one head in each layer; if that was the case, use mask_heads."
         ) from error
     worst = 0.0
     for left, right in zip(masked, pruned, strict=True):
@@ -208,7 +208,7 @@ def _difference(masked: Sequence[Tensor], probe: Probe, plan: HeadPlan) -> float
         worst = max(worst, difference)
         if difference > TOLERANCE[left.dtype] * float(left.double().abs().nan_to_num().amax()):
             raise UnsupportedAttentionError(
-                f"Without {dict(plan.heads)}, an output of {name} is {difference:.1e} off that of "
+                f"Without heads {plan}, an output of {name} is {difference:.1e} off that of "
                 f"masking: its heads cannot be cut apart. It is as it was before. Use mask_heads."
             )
     return worst

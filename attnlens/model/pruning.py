@@ -118,6 +118,7 @@ class Cut:
     def __init__(self, model: nn.Module, undo: ExitStack) -> None:
         self._modules = dict(model.named_modules())
         self._undo = undo
+        self._done: dict[int, set[int]] = {}  # dimensions along which a weight was cut
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in self._modules.values():
             for name, parameter in module._parameters.items():
@@ -142,10 +143,14 @@ class Cut:
     def _cut_weight(self, weight: HeadedWeight, pruned: Sequence[int]) -> None:
         parameter = weight.tensor
         kept = weight.kept(pruned).to(parameter.device)
+        done = self._done.get(id(parameter), set())
+        if weight.dim in done:
+            return  # tied to a weight of the same layer that was cut before
         shorter = parameter.detach().index_select(weight.dim, kept)
         replacement = nn.Parameter(shorter, requires_grad=parameter.requires_grad)
         places = self._places.pop(id(parameter))
         self._places[id(replacement)] = places
+        self._done[id(replacement)] = {*done, weight.dim}
         for module, name in places:
             self._undo.callback(setattr, module, name, parameter)
             setattr(module, name, replacement)
