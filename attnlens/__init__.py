@@ -25,7 +25,14 @@ from attnlens.heads import (
     save_pruned,
 )
 from attnlens.lens import Lens, record
-from attnlens.observers import EffectiveAttention, HeadStatistics, Observer, Recording
+from attnlens.observers import (
+    EffectiveAttention,
+    HeadStatistics,
+    HiddenTokenAttribution,
+    Observer,
+    Recording,
+    TokenSaliency,
+)
 
 __version__ = "0.1.0"
 
@@ -38,6 +45,8 @@ __all__ = [
     "Observer",
     "HeadStatistics",
     "EffectiveAttention",
+    "HiddenTokenAttribution",
+    "TokenSaliency",
     "Recording",
     # heads
     "mask_heads",

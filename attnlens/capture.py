@@ -24,6 +24,7 @@ from attnlens.functional.rowwise import RowwiseBasis
 from attnlens.functional.support import Support, row_chunks, support_of
 
 Kind = Literal["encoder", "decoder", "cross"]
+Link = Literal["first", "next", "broken"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +103,9 @@ class LayerCapture:
         mask: `[B, K]` bool, the real tokens.
         rerun: the layer as a function of its hidden state alone, every other argument as it was;
             it may be called any number of times, writes no cache and is seen by no lens.
+        link: how `hidden` came about: `"first"` enters a chain of layers, `"next"` is what left
+            the layer before, unchanged, and `"broken"` is neither.
+        chosen: whether the lens was asked for this layer; others complete its chain.
     """
 
     name: str
@@ -111,6 +115,25 @@ class LayerCapture:
     output: Tensor
     mask: Tensor
     rerun: Callable[[Tensor], Tensor]
+    link: Link = "first"
+    chosen: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenState:
+    """What left a layer, or entered the first one; detached.
+
+    Attributes:
+        stack: the stack of the layer.
+        layer: index of the layer, or -1 for what entered the first one.
+        hidden: `[B, K, M]`.
+        mask: `[B, K]` bool, the real tokens.
+    """
+
+    stack: str
+    layer: int
+    hidden: Tensor
+    mask: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +163,8 @@ class Capture:
         implementation: the attention implementation that ran, such as `"sdpa"`; `"direct sdpa"` or
             `"softmax"` where the module runs its own.
         observed: `[B, H, Q, K]` A as seen in the model, where it was seen; else None.
+        padding: `[B, N]` bool, the `attention_mask` that the encoder was given, True for real
+            tokens; None where it was given none. Some models let padding attend to itself.
     """
 
     site: str
@@ -161,6 +186,7 @@ class Capture:
     projection_reason: str = ""
     implementation: str = ""
     observed: Tensor | None = field(default=None, repr=False)
+    padding: Tensor | None = field(default=None, repr=False)
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -194,16 +220,20 @@ class Capture:
         """Per-head H, `[H, D, M]`, or None for the reason in `projection_reason`."""
         return None if self.output is None else self.output.weight
 
-    @property
+    @cached_property
     def support(self) -> Support:
-        """The keys every row may attend to, in the cheapest exact form."""
+        """The keys every real row may attend to, in the cheapest exact form."""
         batch, _, queries, keys, _ = self.shape
-        return self.masking.support(batch, queries, keys, self.context.device)
+        support = self.masking.support(batch, queries, keys, self.context.device)
+        if self._padded_rows is not None and not support.shared:
+            return support.restricted(self._padded_rows)
+        return support
 
     @property
     def real_rows(self) -> Tensor:
         """Query rows that are not padding, `[B, 1 or H, Q]` bool."""
-        return self.support.active(self.shape[2], cross=self.kind == "cross")
+        rows = self.support.active(self.shape[2], cross=self.kind == "cross")
+        return rows if self._padded_rows is None else rows & self._padded_rows
 
     @property
     def value_space(self) -> Literal["T", "V"]:
@@ -214,6 +244,12 @@ class Capture:
     def exact_context(self) -> bool:
         """Whether `context` is `A V` to float32 precision: wide enough and without dropout."""
         return self.dropout == 0 and self.context.dtype in (torch.float32, torch.float64)
+
+    @property
+    def streams(self) -> bool:
+        """Whether A follows from queries, keys, mask and bias alone, row by row."""
+        seen = self.observed is not None or self.query is None
+        return not seen and self.softcap is None and self.sinks is None
 
     def attention(self, rows: slice | None = None) -> Tensor:
         """Return A, before dropout, as the implementation that ran computed it.
@@ -316,6 +352,14 @@ class Capture:
                 f"{self.site} has no per-head output projection: {self.projection_reason}"
             )
         return self.value @ self.output.weight.to(self.value.dtype)
+
+    @property
+    def _padded_rows(self) -> Tensor | None:
+        """The encoder's attention mask, `[B, 1, Q]`, where it speaks of this call's queries."""
+        batch, _, queries, _, _ = self.shape
+        if self.padding is None or self.kind == "cross" or self.padding.shape != (batch, queries):
+            return None
+        return self.padding[:, None]
 
     def _mask_rows(self, rows: slice) -> Tensor | None:
         """The mask of some rows, with the causal rule made explicit for those rows only."""

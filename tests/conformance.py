@@ -25,12 +25,12 @@ MODALITIES = {
     "vision": "vision",
     "dense": "dense prediction",
     "video": "video",
-    "packed": "packed vision",
+    "packed_vision": "packed vision",
     "audio": "audio",
     "multimodal": "multimodal",
-    "encoder-decoder": "encoder-decoder",
+    "encoder_decoder": "encoder-decoder",
     "detection": "detection",
-    "time series": "time series",
+    "time_series": "time series",
     "decoder": "decoder",
 }
 

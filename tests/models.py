@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import transformers as hf
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 HIDDEN, HEADS, WIDTH, LAYERS, VOCABULARY = 32, 4, 8, 2, 96
 LENGTHS = (19, 6)  # one example longer than the head dimension, one shorter
@@ -161,11 +162,11 @@ def initialise(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         built = model(config).eval()
-        for name, parameter in built.named_parameters():
-            if parameter.dim() == 2 and "embed" not in name:
-                torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-            elif name.endswith("bias") and "norm" not in name.lower():
-                torch.nn.init.normal_(parameter, std=0.2)
+        for module in built.modules():
+            if isinstance(module, nn.Linear | Conv1D):
+                nn.init.normal_(module.weight, std=module.weight.shape[-1] ** -0.5)
+                if module.bias is not None:
+                    nn.init.normal_(module.bias, std=0.2)
     return built
 
 

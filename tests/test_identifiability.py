@@ -294,9 +294,9 @@ def test_verdicts_state_the_threshold() -> None:
     [
         ({"value": torch.zeros(1, 2, 5, 3)}, "repeat grouped"),
         ({"key": torch.zeros(1, 2, 4, 5)}, "query, key and value"),
-        ({"mask": torch.ones(1, 1, 1, 4)}, "boolean"),
+        ({"mask": torch.ones(1, 1, 1, 4)}, "boolean.*float32"),
         ({"mask": torch.ones(1, 4, dtype=torch.bool)}, "padding mask"),
-        ({"mask": torch.ones(1, 1, 1, 5, dtype=torch.bool)}, "broadcast"),
+        ({"mask": torch.ones(1, 1, 1, 5, dtype=torch.bool)}, "broadcast to"),
         ({"projection": torch.zeros(2, 4, 9)}, "projection"),
         ({"rtol": 1e-9}, "rtol"),
     ],

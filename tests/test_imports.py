@@ -25,11 +25,16 @@ ALLOWED = {
     "functional": {"errors", "kernels"},
     "capture": {"errors", "functional"},
     "model": {"errors", "functional", "capture"},
-    "observers": {"errors", "functional", "capture"},
+    "observers": {"errors", "functional", "capture", "kernels"},
     "report": {"errors", "observers"},
+    "storage": {"errors", "observers"},
+    "demo": {"errors"},
 }
 UPPER = {  # parts that people meet; lower ones must not know them
     "lens": {"errors", "capture", "model", "observers", "report"},
+    "storage": {"errors", "observers"},
+    "verdict": None,
+    "demo": None,
     "heads": None,
     "training": None,
     "corpus": None,

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from attnlens import (
     AttnLensWarning,
@@ -170,6 +171,23 @@ def test_gradient_checkpointing_counts_each_forward_once(name: str, reentrant: b
     assert hooks(model) == own_hooks
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_a_whole_encoder_counts_it_once(reentrant: bool) -> None:
+    """Its forward runs again, from its root, inside the backward pass."""
+    model = models.build("bert").train()
+    embeddings = model.embeddings(INPUTS["input_ids"]).detach().requires_grad_()
+
+    def encode(inputs: torch.Tensor) -> torch.Tensor:
+        return model(inputs_embeds=inputs)[0]
+
+    statistics = HeadStatistics()
+    with Lens(model, statistics, every=2):
+        for _ in range(4):
+            output = checkpoint(encode, embeddings, use_reentrant=reentrant)
+            output.square().sum().backward()
+    assert statistics.compute().examples.eq(4).all()
+
+
 def test_no_forward_is_a_warning() -> None:
     with (
         pytest.warns(AttnLensWarning, match="No forward pass of BertModel"),
@@ -180,10 +198,14 @@ def test_no_forward_is_a_warning() -> None:
 
 def test_a_model_without_attention_is_refused() -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "vocab_size": 20}
-    with pytest.raises(UnsupportedAttentionError, match="FNetModel"):
-        Lens(hf.FNetModel(hf.FNetConfig(**sizes)))
-    with pytest.raises(UnsupportedAttentionError, match="Linear"):
-        Lens(nn.Linear(3, 3))
+    model = hf.FNetModel(hf.FNetConfig(**sizes))
+    with pytest.raises(UnsupportedAttentionError, match=r"encoder.layer.0.fourier \(FNetFourier"):
+        with Lens(model):
+            model(torch.tensor([[1, 2, 3]]))
+    assert is_clean(model)
+    linear = nn.Linear(3, 3)
+    with pytest.raises(UnsupportedAttentionError, match="Linear"), Lens(linear):
+        linear(torch.zeros(1, 3))
 
 
 class OneOfTwo(nn.Module):

@@ -491,7 +491,7 @@ def test_real_heads_have_softmax_witnesses(
             assert_softmax_witness(found, query, key, value, (0, h), query.shape[2], scale)
         converged += int(found.converged.sum())
         far += int((found.converged & (found.distance >= 0.05)).sum())
-    # One head attends to a single key per row; seven more are so sharp that even arbitrary
-    # row-stochastic alternatives stay nearer than 0.05.
-    assert converged >= 70
-    assert far >= 60
+    # One head attends to a single key per row. Five more are so sharp that linear programmes bound
+    # every row-stochastic alternative to within 0.045; a seventh stops at 0.03.
+    assert converged >= 71
+    assert far >= 0.9 * 72

@@ -337,15 +337,15 @@ def visibility(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor,
     keys = key.shape[2]
     if mask is None:
         mask = torch.ones(1, 1, 1, keys, dtype=torch.bool, device=query.device)
-    if mask.dtype != torch.bool or mask.ndim != 4:
+    shape = (batch, heads, queries, keys)
+    fits = mask.ndim == 4 and all(
+        size in {1, wanted} for size, wanted in zip(mask.shape, shape, strict=True)
+    )
+    if mask.dtype != torch.bool or not fits:
         raise InputError(
-            f"mask must be boolean [B, H, Q, K] with True = may attend, "
-            f"got {mask.dtype} {list(mask.shape)}; a key-padding mask is [B, 1, 1, K]"
+            f"mask must be boolean, True = may attend, and broadcast to {list(shape)}, got "
+            f"{mask.dtype} {list(mask.shape)}; a padding mask is [B, 1, 1, K]"
         )
-    for size, wanted in zip(mask.shape, (batch, heads, queries, keys), strict=True):
-        if size not in {1, wanted}:
-            wanted_shape = [batch, heads, queries, keys]
-            raise InputError(f"mask {list(mask.shape)} does not broadcast to {wanted_shape}")
     mask = mask.to(query.device)
     seen, sees = mask.any(-2, keepdim=True), mask.any(-1, keepdim=True)
     groups = seen if bool(((mask == seen) | ~sees).all()) else mask

@@ -103,10 +103,11 @@ def null_space_sums(
         The quantities, over real rows and keys only.
     """
     active = support.active(context.shape[-2]) if active is None else active
-    context = selected_rows(context, active, context.dtype)
+    # float64 throughout: the variance of near-uniform attention is a small difference of sums
+    context = selected_rows(context, active, torch.float64)
     groups = context.shape[1] // values.shape[1]
     gram = values.mT @ values
-    moment = (context.mT @ context).double()
+    moment = context.mT @ context
     finite = torch.isfinite(gram).all(-1).all(-1)
     if not bool(finite.all()):  # an eigensolver may hang or raise on NaN
         kept = finite[..., None, None]
@@ -118,9 +119,9 @@ def null_space_sums(
     )
     factor, rank = _whitening(values, gram, support, rtol)
     if support.shared:
-        parts = _shared_parts(values, context, factor, rank, support, groups)
+        parts = _shared_parts(values, context, moment, factor, rank, support, groups)
     else:
-        parts = _rowwise_parts(values, context.double(), active, support, rtol, groups)
+        parts = _rowwise_parts(values, context, active, support, rtol, groups)
     finite = finite.repeat_interleave(groups, 1) & torch.isfinite(output)
     condition = _condition(gram, rank, output_gram, groups)
     return NullSpaceSums(**parts, condition=condition, output_square=output, finite=finite.double())
@@ -179,14 +180,19 @@ def _gram_condition(gram: Tensor, rank: Tensor) -> Tensor:
 
 
 def _shared_parts(
-    values: Tensor, context: Tensor, factor: Tensor, rank: Tensor, support: Support, groups: int
+    values: Tensor,
+    context: Tensor,
+    moment: Tensor,
+    factor: Tensor,
+    rank: Tensor,
+    support: Support,
+    groups: int,
 ) -> dict[str, Tensor]:
     """Null-space fields where all rows of an example share their keys."""
     tokens = support.tokens.double().expand(context.shape[:2])
-    ones = contract("bhke,bhef->bhf", values, factor)  # 1ᵀU: [B, Hv, R]
+    ones = torch.einsum("bhe,bhef->bhf", values.sum(-2), factor)  # 1ᵀU: [B, Hv, R]
     if groups > 1:
         factor, ones, rank = (t.repeat_interleave(groups, 1) for t in (factor, ones, rank))
-    coordinates = context @ factor.to(context.dtype)
     outside = (rank < tokens) & (tokens - ones.square().sum(-1) > _INSIDE * tokens)
     nullity = tokens - rank
     return {
@@ -195,8 +201,8 @@ def _shared_parts(
         "nullity_min": nullity,
         "nullity_max": nullity,
         "simplex_nullity": nullity - outside.double(),
-        "effective_square": coordinates.square().sum((-2, -1)).double(),
-        "effective_total": (coordinates.sum(-2) * ones).sum(-1),
+        "effective_square": contract("bhde,bhdr,bher->bh", moment, factor, factor),
+        "effective_total": contract("bhd,bhdr,bhr->bh", context.sum(-2), factor, ones),
     }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnlens.errors import InputError
 
-_CHUNK_ELEMENTS = 1 << 22
+_CHUNK_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,27 @@ class Support:
         sizes = self.sizes().expand(*self.keys.shape[:2], queries)
         real = sizes > 0
         return real if cross or queries != self.keys.shape[-1] else real & self.keys
+
+    def restricted(self, rows: Tensor) -> Support:
+        """Take the keys away from some rows, and drop the keys that only those could see.
+
+        Args:
+            rows: `[B, G, Q]` bool, the rows to keep; G may be 1.
+
+        Returns:
+            The support; a shared one is returned as it is, its keys being the same in every row.
+        """
+        if self.rows is not None:
+            kept = self.rows & rows[..., None]
+            return Support(kept.any(-2), rows=kept)
+        if self.first is None or self.last is None:
+            return self
+        last = torch.where(rows, self.last, self.first)
+        steps = torch.zeros(*self.keys.shape[:2], self.keys.shape[-1] + 1, device=last.device)
+        open_ = (last > self.first).to(steps.dtype)
+        steps.scatter_add_(-1, self.first, open_).scatter_add_(-1, last, -open_)
+        covered = steps.cumsum(-1)[..., :-1] > 0
+        return Support(self.keys & covered, self.first.expand_as(last), last)
 
     def mask(self, start: int, stop: int) -> Tensor:
         """Materialise the rows `start:stop` of the mask.

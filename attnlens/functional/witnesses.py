@@ -219,9 +219,9 @@ def softmax_witness(
 
     Each head walks along its fibre {(Q, K) : softmax(QKᵀ·s)V unchanged}: a step in the null space
     of the output's derivative that climbs ‖A' − A‖, then damped Gauss-Newton steps back to the
-    fibre. Steps are minimal in the Fisher metric of the rows, in which moves that change logits but
-    not A cost nothing; changes of (Q, K) that leave A alone are never taken. No Jacobian is formed.
-    Sharp heads have little room (their rows sit near vertices of the simplex) and may stop short.
+    fibre. Steps are shortest in the Fisher metric of the rows, token by token, so they are
+    orthogonal to every change of (Q, K) that leaves A alone. No Jacobian is formed. Sharp heads
+    have little room (their rows sit near vertices of the simplex) and may stop short.
 
     Args:
         query: Queries, [B, H, Q, R].

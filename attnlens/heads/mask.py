@@ -20,7 +20,7 @@ from attnlens.functional.nullspace import working_dtype
 from attnlens.heads.plan import HeadPlan, Heads, existing_heads, resolve
 from attnlens.model.compiled import running_eagerly
 from attnlens.model.heads import LayerHeads, Probe, find_heads, selection_of
-from attnlens.model.hooks import Hook
+from attnlens.model.hooks import Replacement
 from attnlens.model.scope import replaying
 from attnlens.model.tap import Tap
 
@@ -107,7 +107,7 @@ def masking(
             tap = Tap(model, selection_of(model, kinds), masker.hear, every=1)
             tap.attach(stack)
         for module in masker.modules:
-            stack.callback(module.register_forward_pre_hook(Hook(masker.replace)).remove)
+            stack.callback(module.register_forward_pre_hook(Replacement(masker.replace)).remove)
         stack.callback(masker.forget)
         yield
 

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor
 
 from attnlens.errors import InputError, UnsupportedAttentionError
 from attnlens.model.heads import LayerHeads
+from attnlens.storage import write_atomically
 
 LayerKey = tuple[str, int]
 _FORMAT = 1
@@ -191,13 +191,7 @@ def write_json(path: str | os.PathLike[str], document: Mapping[str, Any]) -> Non
         path: the file; its folder must exist.
         document: plain values.
     """
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", "utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomically(path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
 
 
 def _of_tensor(heads: Tensor, layers: Sequence[LayerHeads]) -> dict[LayerKey, list[int]]:

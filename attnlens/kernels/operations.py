@@ -37,7 +37,7 @@ def gram_factor(
         rtol: σ_k counts towards the rank if σ_k > rtol · σ_1, by default
             max(n, E) · eps(float32) with n the number of real keys. G cannot resolve
             σ_k / σ_1 below about 1e-7.
-        extremes: Also give σ_max and σ_min. On a CPU this adds a third to the time.
+        extremes: Also give σ_max and σ_min. On a CPU this adds half to the time.
         backend: ``"auto"``, ``"torch"`` or ``"triton"``.
 
     Returns:
@@ -50,7 +50,7 @@ def gram_factor(
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
-    """  # ruff: ignore[docstring-extraneous-exception], the twins raise
+    """
     check_tensor("value", value, "B H K D", like=value)
     batch, heads, tokens, dim = value.shape
     keys = head_mask("keys", keys, (batch, heads, tokens))
@@ -84,7 +84,7 @@ def gram_svd(value: Tensor, keys: Tensor | None = None, *, backend: Backend = "a
     References:
         Brent and Luk, "The Solution of Singular-Value and Symmetric Eigenvalue Problems on
         Multiprocessor Arrays", SIAM J. Sci. Stat. Comput. 6 (1985).
-    """  # ruff: ignore[docstring-extraneous-exception], the twins raise
+    """
     check_tensor("value", value, "B H K D", like=value)
     batch, heads, tokens, dim = value.shape
     keys = head_mask("keys", keys, (batch, heads, tokens))

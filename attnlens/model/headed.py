@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from attnlens.errors import InputError
 from attnlens.model.heads import LayerHeads, Probe
-from attnlens.model.hooks import Hook
+from attnlens.model.hooks import Hook, Replacement
 from attnlens.model.projection import is_linear
 
 
@@ -270,7 +270,7 @@ def _follow(trail: _Trail, site: nn.Module, stack: ExitStack) -> None:
         if trail.received is None:
             trail.received = args[0]
 
-    stack.callback(site.register_forward_pre_hook(Hook(enter), with_kwargs=True).remove)
+    stack.callback(site.register_forward_pre_hook(Replacement(enter), with_kwargs=True).remove)
     assert trail.layer.projection is not None
     stack.callback(trail.layer.projection.register_forward_pre_hook(Hook(arrive)).remove)
 

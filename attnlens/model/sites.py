@@ -20,6 +20,7 @@ _DISPATCH = frozenset({"get_interface", "ALL_ATTENTION_FUNCTIONS"})
 KINDS: frozenset[Kind] = frozenset(("encoder", "decoder", "cross"))
 KINDS_DEFAULT: Kind = "encoder"
 _CROSS = re.compile(r"cross|enc_?dec_?att|encoder_att", re.IGNORECASE)
+_MIXING = re.compile(r"att|fourier|mixer", re.IGNORECASE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,13 +78,39 @@ class Catalogue:
         if name not in self._sites:
             stack = stack_of(name)
             layer = self._peers[stack].index(name)
-            kind = _kind(name, module, self._decoders)
-            self._sites[name] = Site(name, module, stack, layer, kind)
+            self._sites[name] = Site(name, module, stack, layer, self.kind(name, module))
         return self._sites[name]
+
+    def kind(self, name: str, module: nn.Module) -> Kind:
+        """Tell what kind of attention a module of this name runs.
+
+        Args:
+            name: its qualified name in the model.
+            module: the module.
+
+        Returns:
+            The kind; a decoder's is told by its flags, its config or its place in the model.
+        """
+        return _kind(name, module, self._decoders)
 
     def has(self, name: str) -> bool:
         """Tell whether a module of this name exists."""
         return name in self._peers.get(stack_of(name), ())
+
+    def served_by(self, site: Site) -> Iterable[int]:
+        """Name the layers a site may serve: its own, or all of its stack where it is shared."""
+        depth = self.depth(site.stack)
+        return range(depth) if depth > len(self._peers[site.stack]) else (site.layer,)
+
+    def kinds(self) -> set[Kind]:
+        """Name the kinds of attention that the names of modules promise."""
+        names = (name for peers in self._peers.values() for name in peers)
+        modules = dict(self.model.named_modules())
+        return {
+            _kind(name, modules[name], self._decoders)
+            for name in names
+            if re.search("att", name.rsplit(".", 1)[-1], re.IGNORECASE)
+        }
 
     def depth(self, stack: str) -> int:
         """Count the layers of a stack; shared modules serve as many as the config declares."""
@@ -111,8 +138,8 @@ class Selection:
         """Tell whether some layer of a site may be wanted."""
         if site.kind not in self.kinds:
             return False
-        depth = self.catalogue.depth(site.stack)
-        return any(self.accepts(site, layer) for layer in (site.layer, *range(depth)))
+        served = self.catalogue.served_by(site)
+        return any(self.accepts(site, layer) for layer in served)
 
     def accepts(self, site: Site, layer: int) -> bool:
         """Tell whether a layer of a site is wanted."""
@@ -147,6 +174,9 @@ def select(
         chosen = set(kinds)
         if not chosen or chosen - KINDS:
             raise InputError(f"kinds must be among {sorted(KINDS)}. Got {sorted(chosen)}.")
+        there = known | catalogue.kinds()
+        if there and not chosen & there:
+            raise InputError(f"The model has attention of kinds {sorted(there)} only.")
     wanted = None if layers is None else frozenset(layers)
     selection = Selection(catalogue, wanted, frozenset(chosen))
     for layer in wanted or ():
@@ -179,9 +209,21 @@ def mixing_module(model: nn.Module) -> tuple[str, nn.Module]:
         Its qualified name and the module; the model itself if nothing looks like it.
     """
     for name, module in model.named_modules():
-        if name and re.search(r"att|fourier|mixer", name.rsplit(".", 1)[-1], re.IGNORECASE):
+        if name and looks_mixing(name):
             return name, module
     return "the model", model
+
+
+def looks_mixing(name: str) -> bool:
+    """Tell whether a module is named like one that mixes tokens.
+
+    Args:
+        name: its qualified name; the last word counts.
+
+    Returns:
+        True for attention, Fourier transforms and mixers.
+    """
+    return _MIXING.search(name.rsplit(".", 1)[-1]) is not None
 
 
 @cache
@@ -215,9 +257,13 @@ def _check_layer(layer: int | str, selection: Selection) -> None:
     sites = [site for site in catalogue.interface if site.kind in selection.kinds]
     example = f" Names look like {sites[0].name!r}." if sites else ""
     if isinstance(layer, str):
-        if not catalogue.has(layer):
-            raise InputError(f"layers={layer!r} is no module of the model.{example}")
+        inside = [site.name for site in sites if site.name.startswith(f"{layer}.")]
+        if not catalogue.has(layer) or inside:
+            what = f"holds attention at {inside[0]!r}" if inside else "is no module of the model"
+            raise InputError(f"layers={layer!r} {what}.{example}")
         return
+    if isinstance(layer, bool) or not isinstance(layer, int):
+        raise InputError(f"layers holds indices and module names. Got {layer!r}.")
     depth = max((catalogue.depth(site.stack) for site in sites), default=None)
     if depth is not None and not -depth <= layer < depth:
         raise InputError(

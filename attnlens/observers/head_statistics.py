@@ -18,9 +18,10 @@ from attnlens.functional.statistics import (
     RowSums,
     null_space_sums,
     pearson,
-    row_sums,
 )
+from attnlens.kernels import Backend
 from attnlens.observers.base import SumObserver, Sums
+from attnlens.observers.rows import recomputed_context, streamed_rows
 
 Fields = Literal["all", "null_space"]
 
@@ -103,6 +104,8 @@ class HeadStatistics(SumObserver):
         fields: `"all"`, or `"null_space"` for what needs no pass over the attention logits:
             tokens, rank, nullities, condition, `‖A⊥‖_F` and output norm. The rest is then NaN.
         rtol: relative threshold for the numerical rank; by default `max(n, D) · eps(float32)`.
+        backend: `"torch"`, `"triton"`, or `"auto"` for Triton on CUDA tensors where it is
+            installed.
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
@@ -114,12 +117,14 @@ class HeadStatistics(SumObserver):
         *,
         fields: Fields = "all",
         rtol: float | None = None,
+        backend: Backend = "auto",
     ) -> None:
         super().__init__(layers)
         if fields not in ("all", "null_space"):
             raise InputError(f'fields must be "all" or "null_space". Got {fields!r}.')
         self.fields = fields
         self.rtol = rtol
+        self.backend = backend
 
     def update(self, capture: Capture) -> None:
         """Add the examples of one attention call.
@@ -135,9 +140,9 @@ class HeadStatistics(SumObserver):
             context = capture.context
             if output is not None and output.factor is not None:
                 context = context.double() @ output.factor.to(context.device)
-            rows = _stream_rows(capture) if self.fields == "all" else None
+            rows = streamed_rows(capture, self.backend) if self.fields == "all" else None
         else:
-            rows, context = _recompute(capture, self.fields == "all")
+            rows, context = recomputed_context(capture, self.fields == "all", self.backend)
         space = capture.prepared_values(grouped=True)
         gram = None
         if output is not None and output.factor is None:
@@ -182,26 +187,6 @@ class HeadStatistics(SumObserver):
                 AttnLensWarning,
                 stacklevel=3,
             )
-
-
-def _stream_rows(capture: Capture) -> RowSums:
-    """Row sums over blocks of query rows."""
-    blocks = [row_sums(attention) for _, attention in capture.attention_chunks()]
-    return RowSums(*(torch.cat(parts, -1) for parts in zip(*blocks, strict=True)))
-
-
-def _recompute(capture: Capture, wanted: bool) -> tuple[RowSums | None, Tensor]:
-    """Recompute `O = A V` in float64 from float32 attention rows, with their sums."""
-    values = capture.prepared_values()
-    sums, context = [], []
-    for _, attention in capture.attention_chunks():
-        sums.append(row_sums(attention) if wanted else None)
-        context.append(attention.double() @ values)
-    joined = torch.cat(context, -2)
-    if not wanted:
-        return None, joined
-    present = [block for block in sums if block is not None]
-    return RowSums(*(torch.cat(parts, -1) for parts in zip(*present, strict=True))), joined
 
 
 def _sums(capture: Capture, space: NullSpaceSums, rows: RowSums | None, active: Tensor) -> Sums:
