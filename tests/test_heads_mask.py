@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import attnlens
-from attnlens import HeadStatistics, InputError, Lens, mask_heads
+from attnlens import (
+    HeadStatistics,
+    HiddenTokenAttribution,
+    InputError,
+    Lens,
+    mask_heads,
+    prune_heads,
+)
 from attnlens.errors import CaptureError, UnsupportedAttentionError
 from attnlens.heads.mask import masking
 from attnlens.heads.plan import resolve
@@ -298,3 +305,22 @@ def test_means_need_tokens_in_batch_order() -> None:
     ):
         pass
     assert is_clean(model)
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_attribution_sees_the_masked_layers(name: str) -> None:
+    """Layers are called again for their derivatives, and must be masked then too."""
+    masked, pruned, given = heads.build(name), heads.build(name), heads.inputs(name)
+    plan = {0: [0], 1: [1, 2]}
+    prune_heads(pruned, plan)
+
+    def own(model: nn.Module) -> Tensor:
+        attribution = HiddenTokenAttribution()
+        with Lens(model, attribution), torch.no_grad():
+            model(**given)
+        return attribution.compute().own
+
+    with mask_heads(masked, plan):
+        found = own(masked)
+    assert torch.allclose(found, own(pruned), rtol=1e-5)
+    assert not torch.allclose(found, own(masked), rtol=1e-2)
