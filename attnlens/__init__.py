@@ -20,6 +20,13 @@ from attnlens.errors import (
     NonFiniteError,
     UnsupportedAttentionError,
 )
+from attnlens.heads import (
+    load_pruned,
+    mask_heads,
+    prune_heads,
+    pruning_curve,
+    save_pruned,
+)
 from attnlens.lens import Lens, record
 from attnlens.observers import (
     EffectiveAttention,
@@ -57,6 +64,12 @@ __all__ = [
     "LensCallback",
     "monitor",
     "compare",
+    # heads
+    "mask_heads",
+    "prune_heads",
+    "save_pruned",
+    "load_pruned",
+    "pruning_curve",
     # errors
     "AttnLensError",
     "AttnLensWarning",

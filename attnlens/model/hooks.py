@@ -19,10 +19,10 @@ class Hook:
         function: what the hook does.
     """
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the hook."""
         if not is_suspended():
             self._function(*args, **kwargs)
@@ -32,6 +32,17 @@ class Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copied_hook, ()
+
+
+class Replacement(Hook):
+    """A hook that replaces the module's input, also while :func:`suspended`.
+
+    What it does is part of the model for as long as it is registered.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the hook and return what takes the input's place."""
+        return self._function(*args, **kwargs)
 
 
 def no_hook(*args: Any, **kwargs: Any) -> None:

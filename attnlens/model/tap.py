@@ -308,6 +308,8 @@ class Tap:
             windows=batch // self._batch if folded and self._batch else 1,
         )
         known = self._projections.get(site.name)
+        if not capture.context.shape[1]:
+            return None  # a layer whose heads were all pruned attends to nothing
         if known is not None:
             self._send(capture, known, self._order.ordinal(site))
         else:
