@@ -1,4 +1,4 @@
-"""The commands: `attnlens report`, `attnlens demo` and `attnlens attribute`."""
+"""The commands; `report` and `demo` are here, the others in files of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import attnlens
 from attnlens import demo as packaged
 from attnlens.cli.attribute import attribute
+from attnlens.cli.check import check
+from attnlens.cli.compare import compare
 from attnlens.cli.examples import read_examples
+from attnlens.cli.prune import prune
 from attnlens.cli.run import FIELDS, Run, Settings, measure
 from attnlens.cli.terminal import loaded, plain_errors, say
 from attnlens.errors import InputError
@@ -23,7 +26,8 @@ from attnlens.model.loading import TextModel
 from attnlens.report.terminal import explanation, head_table
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-app.command()(attribute)
+for command in (attribute, check, compare, prune):
+    app.command()(command)
 
 Field = Annotated[str, typer.Option("--field", help=f"Quantity to show: {', '.join(FIELDS)}.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

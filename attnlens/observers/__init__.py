@@ -4,8 +4,9 @@ from attnlens.observers.attribution_results import (
     AttributionMatrices,
     HiddenTokenAttributionResult,
 )
-from attnlens.observers.base import LayerObserver, Observer
+from attnlens.observers.base import GradientObserver, LayerObserver, Observer
 from attnlens.observers.effective_attention import AttentionMap, EffectiveAttention
+from attnlens.observers.head_importance import HeadImportance, HeadImportanceResult
 from attnlens.observers.head_statistics import HeadStatistics, HeadStatisticsResult
 from attnlens.observers.hidden_token_attribution import HiddenTokenAttribution
 from attnlens.observers.recording import Recording
@@ -15,6 +16,9 @@ __all__ = [
     "AttentionMap",
     "AttributionMatrices",
     "EffectiveAttention",
+    "GradientObserver",
+    "HeadImportance",
+    "HeadImportanceResult",
     "HeadStatistics",
     "HeadStatisticsResult",
     "HiddenTokenAttribution",

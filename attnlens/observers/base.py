@@ -127,6 +127,22 @@ class LayerObserver(Observer):
         """
 
 
+class GradientObserver(Observer):
+    """An observer that is also told the gradient of the loss with respect to each context.
+
+    The gradient comes from the user's own backward pass, while the lens is active.
+    """
+
+    @abstractmethod
+    def update_gradient(self, capture: Capture, gradient: Tensor) -> None:
+        """Take the gradient of one attention call into account.
+
+        Args:
+            capture: the call, with its context but no queries, keys, values or output projection.
+            gradient: `[B, H, Q, D]`, `∂L/∂O`, detached.
+        """
+
+
 class SumObserver(Observer):
     """An observer whose whole state is sums per layer, so that merging is addition.
 
