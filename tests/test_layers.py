@@ -19,7 +19,7 @@ from attnlens.model.stacks import find_layers
 from attnlens.observers import LayerObserver
 from tests.chains import CHAINS, build_chain
 from tests.hooks import is_clean
-from tests.models import TEXT, initialise, text_inputs
+from tests.models import TEXT, initialise, outputs, text_inputs
 from tests.tiny import TinyAttention, hidden_states
 
 
@@ -240,3 +240,18 @@ def test_layers_that_are_not_called_as_modules_are_an_error() -> None:
     with pytest.raises(UnsupportedAttentionError, match=r"called a layer such as blocks\.0"):
         layers_of(model, hidden_states())
     assert is_clean(model)
+
+
+@pytest.mark.parametrize("name", ["bert", "bart", "t5", "xlnet"])
+def test_recorded_outputs_of_the_model_are_its_own(name: str) -> None:
+    """The model collects its hidden states by hooks, which a repeated layer must not reach."""
+    model, inputs = build_chain(name), text_inputs((5, 3, 5, 2, 5))
+    if name == "bart":
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    looked_at = model.encoder if name == "bart" else model
+    with torch.no_grad():
+        plain = outputs(model(**inputs, output_hidden_states=True))
+        with Lens(looked_at, Layers(lambda seen: [c.rerun(c.hidden) for c in seen] and None)):
+            looked = outputs(model(**inputs, output_hidden_states=True))
+    assert plain.keys() == looked.keys()
+    assert all(torch.equal(plain[path], looked[path]) for path in plain)

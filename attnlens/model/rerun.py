@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -88,7 +89,7 @@ class LayerCall:
         if any(_is_cache(value) for value in (*self.args, *self.kwargs.values())):
             raise InputError(
                 f"{self.name} was given a cache, which calling it again for its derivatives would "
-                f"write to. Pass use_cache=False to the model."
+                f"write to. Pass use_cache=False to the model, or kinds= to the lens."
             )
         hidden = _restored(hidden, layout)
         args, kwargs = list(self.args), dict(self.kwargs)
@@ -103,7 +104,9 @@ class LayerCall:
             # Casts made here must not be reused by the model, which may need their gradients.
             torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False),
         ):
-            return arranged(output_tensors(self.module(*args, **kwargs))[0], layout)
+            # Transformers collects hidden states in a context variable: an empty context has none.
+            output = Context().run(self.module, *args, **kwargs)
+        return arranged(output_tensors(output)[0], layout)
 
 
 def arranged(tensor: Tensor, layout: Layout) -> Tensor:

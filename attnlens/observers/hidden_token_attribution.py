@@ -342,7 +342,9 @@ def _refusing(stack: str) -> Iterator[None]:
 def _obstacle(layer: LayerCapture, before: Sequence[_Step]) -> str:
     """Why tokens cannot be followed into or through a layer; empty if they can."""
     entered, left = list(layer.hidden.shape), list(layer.output.shape)
-    if len(entered) != 3 or entered != left:
+    if len(entered) != 3:
+        return f"the hidden states of {layer.name} are {entered}"
+    if entered != left:
         return f"{layer.name} turns {entered} into {left}"
     if layer.link == "broken":
         source = before[-1].name if before else "the layer before"
