@@ -173,6 +173,11 @@ class Lens:
             )
             return
         silent = [] if layer_tap is None else layer_tap.silent
+        if layer_tap is not None and not layer_tap.fired:
+            raise UnsupportedAttentionError(
+                f"{tap.forwards} forward pass(es) ran inside the lens, but none called a layer "
+                f"such as {silent[0]} as a module, so its hidden states cannot be seen."
+            )
         if any(not isinstance(observer, LayerObserver) for observer in self.observers):
             if not tap.fired:
                 raise UnsupportedAttentionError(self._why_nothing(tap))

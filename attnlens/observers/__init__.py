@@ -1,14 +1,14 @@
 """Streaming quantities over attention calls and layers, one per file."""
 
+from attnlens.observers.attribution_results import (
+    AttributionMatrices,
+    HiddenTokenAttributionResult,
+)
 from attnlens.observers.base import GradientObserver, LayerObserver, Observer
 from attnlens.observers.effective_attention import AttentionMap, EffectiveAttention
 from attnlens.observers.head_importance import HeadImportance, HeadImportanceResult
 from attnlens.observers.head_statistics import HeadStatistics, HeadStatisticsResult
-from attnlens.observers.hidden_token_attribution import (
-    AttributionMatrices,
-    HiddenTokenAttribution,
-    HiddenTokenAttributionResult,
-)
+from attnlens.observers.hidden_token_attribution import HiddenTokenAttribution
 from attnlens.observers.recording import Recording
 from attnlens.observers.token_saliency import TokenSaliency, TokenSaliencyResult
 

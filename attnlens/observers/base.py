@@ -15,6 +15,8 @@ from attnlens.errors import InputError
 Self = TypeVar("Self", bound="Observer")
 Sums = dict[str, Tensor]
 LayerKey = tuple[str, int]
+Labels = Tensor | Callable[[Mapping[str, Any]], Tensor] | None
+"""Integer labels `[B, K]`, or what computes them from a model's arguments by name."""
 
 # How a quantity of this suffix is merged; every other is added.
 _COMBINE = {"min": torch.minimum, "max": torch.maximum}
@@ -207,7 +209,7 @@ class SumObserver(Observer):
         """
         parts: list[Any] = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(parts, self.state_dict(), group=group)
-        self.reset()
+        self.sums = {}
         for part in parts:
             self._add_state(part)
 
