@@ -20,15 +20,25 @@ from attnlens.errors import (
     NonFiniteError,
     UnsupportedAttentionError,
 )
+from attnlens.heads import (
+    load_pruned,
+    mask_heads,
+    prune_heads,
+    pruning_curve,
+    save_pruned,
+)
 from attnlens.lens import Lens, record
 from attnlens.observers import (
     EffectiveAttention,
     HeadImportance,
     HeadStatistics,
+    HiddenTokenAttribution,
     Observer,
     Recording,
+    TokenSaliency,
 )
 from attnlens.training import monitor
+from attnlens.verdict import Verdict, check
 
 if TYPE_CHECKING:
     from attnlens.training.callback import LensCallback
@@ -39,17 +49,27 @@ __all__ = [
     # looking
     "Lens",
     "record",
+    "check",
+    "Verdict",
     "Capture",
     # observers
     "Observer",
     "HeadStatistics",
     "HeadImportance",
     "EffectiveAttention",
+    "HiddenTokenAttribution",
+    "TokenSaliency",
     "Recording",
     # training
     "LensCallback",
     "monitor",
     "compare",
+    # heads
+    "mask_heads",
+    "prune_heads",
+    "save_pruned",
+    "load_pruned",
+    "pruning_curve",
     # errors
     "AttnLensError",
     "AttnLensWarning",

@@ -13,17 +13,14 @@ from torch import Tensor
 from attnlens.errors import CaptureError
 from attnlens.functional.attention import EmptyRows, attention_weights
 from attnlens.functional.factor import default_rtol
-from attnlens.functional.nullspace import (
-    ValueBasis,
-    deficiency_factor,
-    prepare_values,
-    shared_basis,
-    working_dtype,
-)
+from attnlens.functional.nullspace import ValueBasis, shared_basis
 from attnlens.functional.rowwise import RowwiseBasis
 from attnlens.functional.support import Support, row_chunks, support_of
+from attnlens.functional.values import deficiency_factor, prepare_values, working_dtype
+from attnlens.kernels import Backend
 
 Kind = Literal["encoder", "decoder", "cross"]
+Link = Literal["first", "next", "broken"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +99,9 @@ class LayerCapture:
         mask: `[B, K]` bool, the real tokens.
         rerun: the layer as a function of its hidden state alone, every other argument as it was;
             it may be called any number of times, writes no cache and is seen by no lens.
+        link: how `hidden` came about: `"first"` enters a chain of layers, `"next"` is what left
+            the layer before, unchanged, and `"broken"` is neither.
+        chosen: whether the lens was asked for this layer; others complete its chain.
     """
 
     name: str
@@ -111,6 +111,25 @@ class LayerCapture:
     output: Tensor
     mask: Tensor
     rerun: Callable[[Tensor], Tensor]
+    link: Link = "first"
+    chosen: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenState:
+    """What left a layer, or entered the first one; detached.
+
+    Attributes:
+        stack: the stack of the layer.
+        layer: index of the layer, or -1 for what entered the first one.
+        hidden: `[B, K, M]`.
+        mask: `[B, K]` bool, the real tokens.
+    """
+
+    stack: str
+    layer: int
+    hidden: Tensor
+    mask: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +161,7 @@ class Capture:
         observed: `[B, H, Q, K]` A as seen in the model, where it was seen; else None.
         padding: `[B, N]` bool, the `attention_mask` that the encoder was given, True for real
             tokens; None where it was given none. Some models let padding attend to itself.
+        backend: which kernels derived quantities are computed with, see :mod:`attnlens.kernels`.
     """
 
     site: str
@@ -164,6 +184,7 @@ class Capture:
     implementation: str = ""
     observed: Tensor | None = field(default=None, repr=False)
     padding: Tensor | None = field(default=None, repr=False)
+    backend: Backend = "auto"
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:

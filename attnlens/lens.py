@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, get_args
 
@@ -18,9 +19,17 @@ from torch import Tensor, nn
 
 from attnlens.capture import Capture, Kind
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError, UnsupportedAttentionError
+from attnlens.kernels import Backend, resolve
+from attnlens.model.layers import LayerTap
 from attnlens.model.sites import Catalogue, mixing_module, select
 from attnlens.model.tap import Mode, Tap
-from attnlens.observers import GradientObserver, HeadStatistics, Observer, Recording
+from attnlens.observers import (
+    GradientObserver,
+    HeadStatistics,
+    LayerObserver,
+    Observer,
+    Recording,
+)
 from attnlens.report.text import table
 
 
@@ -35,10 +44,12 @@ class Lens:
         model: a `PreTrainedModel`, or any module with one inside.
         *observers: what to compute; one `HeadStatistics` by default.
         layers: layer indices (negative ones from the end) or names of attention modules to look
-            at; None looks at all.
+            at; None looks at all. Observers of whole layers give results for the layers of these.
         every: look at each N-th forward pass, beginning with the first.
         kinds: kinds of attention to look at: `"encoder"`, `"decoder"`, `"cross"`. By default
             the encoder's self-attention, or where a model has none, every self-attention.
+        backend: kernels to compute with: `"torch"`, `"triton"`, or `"auto"` for Triton on CUDA
+            tensors where it is installed.
         on: forward passes to look at and to count: those of a model in `"train"` mode, in
             `"eval"` mode, or `"both"`.
 
@@ -54,6 +65,7 @@ class Lens:
         layers: Iterable[int | str] | None = None,
         every: int = 1,
         kinds: Iterable[Kind] | Kind | None = None,
+        backend: Backend = "auto",
         on: Mode = "both",
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -70,12 +82,15 @@ class Lens:
         if on not in get_args(Mode):
             raise InputError(f'on must be "train", "eval" or "both". Got {on!r}.')
         self.every = every
+        self.backend: Backend = backend
+        resolve(backend, torch.device("cpu" if backend == "auto" else _device_of(model)))
         self.on = on
         wanted = (layers,) if isinstance(layers, (int, str)) else layers
         kinds = (kinds,) if isinstance(kinds, str) else kinds
         self.layers = None if wanted is None else list(wanted)
         self.selection = select(Catalogue(model), self.layers, kinds)
         self._tap: Tap | None = None
+        self._layer_tap: LayerTap | None = None
         self._stack = ExitStack()
 
     @property
@@ -88,19 +103,22 @@ class Lens:
             raise AttnLensError(
                 "This lens is active already. Open a second Lens to look twice at once."
             )
+        listeners = [o for o in self.observers if isinstance(o, LayerObserver)]
+        layer_tap = LayerTap(self.selection, listeners) if listeners else None
         gradient = any(isinstance(observer, GradientObserver) for observer in self.observers)
         tap = Tap(
             self.model,
             self.selection,
             self._dispatch,
             self.every,
+            layer_tap,
             self.on,
             self._dispatch_gradient if gradient else None,
         )
         with ExitStack() as stack:
             tap.attach(stack)
             self._stack = stack.pop_all()
-        self._tap = tap
+        self._tap, self._layer_tap = tap, layer_tap
         return self
 
     def __exit__(
@@ -110,9 +128,10 @@ class Lens:
         trace: TracebackType | None,
     ) -> None:
         tap, self._tap = self._tap, None
+        layer_tap, self._layer_tap = self._layer_tap, None
         self._stack.close()
         if kind is None and tap is not None:
-            self._report_gaps(tap)
+            self._report_gaps(tap, layer_tap)
 
     def summary(self, field: str = "effective_fraction") -> str:
         """Return a layer × head table of one field of the first `HeadStatistics`.
@@ -132,6 +151,8 @@ class Lens:
         raise InputError("summary() shows HeadStatistics; this lens was given none.")
 
     def _dispatch(self, capture: Capture) -> None:
+        if self.backend != "auto":
+            capture = replace(capture, backend=self.backend)
         for observer in self.observers:
             if observer.wants(capture):
                 observer.update(capture)
@@ -141,7 +162,7 @@ class Lens:
             if isinstance(observer, GradientObserver) and observer.wants(capture):
                 observer.update_gradient(capture, gradient)
 
-    def _report_gaps(self, tap: Tap) -> None:
+    def _report_gaps(self, tap: Tap, layer_tap: LayerTap | None) -> None:
         if not tap.forwards:
             mode = {"train": " in training mode", "eval": " in evaluation mode"}.get(self.on, "")
             warnings.warn(
@@ -151,8 +172,16 @@ class Lens:
                 stacklevel=3,
             )
             return
-        if not tap.fired:
-            raise UnsupportedAttentionError(self._why_nothing(tap))
+        silent = [] if layer_tap is None else layer_tap.silent
+        if layer_tap is not None and not layer_tap.fired:
+            raise UnsupportedAttentionError(
+                f"{tap.forwards} forward pass(es) ran inside the lens, but none called a layer "
+                f"such as {silent[0]} as a module, so its hidden states cannot be seen."
+            )
+        if any(not isinstance(observer, LayerObserver) for observer in self.observers):
+            if not tap.fired:
+                raise UnsupportedAttentionError(self._why_nothing(tap))
+            silent = [*silent, *tap.silent, *sorted(tap.fused)]
         if tap.gradients is not None and not tap.gradients.delivered:
             warnings.warn(
                 "No gradient reached any attention inside the lens. Call backward() before the "
@@ -160,13 +189,12 @@ class Lens:
                 AttnLensWarning,
                 stacklevel=3,
             )
-        silent = [*tap.silent, *sorted(tap.fused)]
         if not silent:
             return
         names = ", ".join(silent[:3]) + (f" and {len(silent) - 3} more" if silent[3:] else "")
         warnings.warn(
-            f"These attention modules did not run inside the lens: {names}. Their layers are "
-            f"missing from the results.",
+            f"These modules did not run inside the lens: {names}. Their layers are missing from "
+            f"the results.",
             AttnLensWarning,
             stacklevel=3,
         )
@@ -193,6 +221,11 @@ class Lens:
             f"({type(module).__name__}) mixes tokens by other means, so there is no attention "
             f"matrix A to look at."
         )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def record(model: nn.Module, *args: Any, **inputs: Any) -> list[Capture]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-import attnlens.cli.compare  # noqa: F401 — registers the command
 from attnlens import HeadImportance, HeadStatistics, InputError, Lens, compare, record
 from attnlens.cli.commands import app
 from attnlens.demo import model_folder

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
-
-# Modules that add a command of their own to `report` and `demo`.
-COMMANDS = ("compare",)
 
 
 def main() -> None:
     """Run `attnlens`."""
     try:
         from attnlens.cli.commands import app
-
-        for command in COMMANDS:
-            import_module(f"attnlens.cli.{command}")
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("typer", "rich"):

@@ -1,13 +1,11 @@
-"""`attnlens report` and `attnlens demo`."""
+"""The commands; `report` and `demo` are here, the others in files of their own."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,13 +14,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import attnlens
 from attnlens import demo as packaged
+from attnlens.cli.attribute import attribute
+from attnlens.cli.check import check
+from attnlens.cli.compare import compare
 from attnlens.cli.examples import read_examples
+from attnlens.cli.prune import prune
 from attnlens.cli.run import FIELDS, Run, Settings, measure
-from attnlens.errors import AttnLensError, AttnLensWarning, InputError
-from attnlens.model.loading import TextModel, load_text_model
+from attnlens.cli.terminal import loaded, plain_errors, say
+from attnlens.errors import InputError
+from attnlens.model.loading import TextModel
 from attnlens.report.terminal import explanation, head_table
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+for command in (attribute, check, compare, prune):
+    app.command()(command)
 
 Field = Annotated[str, typer.Option("--field", help=f"Quantity to show: {', '.join(FIELDS)}.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -99,32 +104,6 @@ def demo(
         _deliver(run, field, as_json, output)
 
 
-def _say(message: str) -> None:
-    """Tell the person, on standard error, so that standard output holds the result alone."""
-    Console(stderr=True, highlight=False).print(message, soft_wrap=True)
-
-
-@contextmanager
-def plain_errors() -> Iterator[None]:
-    """Turn errors that attnlens raises on purpose into one line and exit code 2."""
-
-    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if issubclass(category, AttnLensWarning):
-            _say(f"[yellow]note:[/] {escape(str(message))}")
-        else:
-            others(message, category, *place, **more)
-
-    others = warnings.showwarning
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", AttnLensWarning)
-            warnings.showwarning = show
-            yield
-    except AttnLensError as error:
-        _say(f"[red]error:[/] {escape(str(error))}")
-        raise typer.Exit(2) from error
-
-
 def _check(field: str, output: Path | None) -> None:
     """Refuse what would fail only after the run."""
     if field not in FIELDS:
@@ -146,12 +125,6 @@ def _layers(text: str | None) -> tuple[int | str, ...] | None:
     return tuple(int(name) if name.lstrip("-").isdecimal() else name for name in names)
 
 
-def loaded(name: str) -> TextModel:
-    """Load a model, saying so on a terminal."""
-    with Console(stderr=True).status(f"Loading {escape(name)} …"):
-        return load_text_model(name)
-
-
 def _run(model: TextModel, examples: Sequence[str], settings: Settings) -> Run:
     columns = (TextColumn("Reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
@@ -162,7 +135,7 @@ def _run(model: TextModel, examples: Sequence[str], settings: Settings) -> Run:
         run = measure(model, examples, settings, lambda count: progress.advance(task, count))
     if run.truncated:
         limit = settings.max_length or model.longest
-        _say(
+        say(
             f"[yellow]note:[/] {run.truncated} of {run.examples} examples were longer than "
             f"{limit} tokens and were cut there."
         )
@@ -173,7 +146,7 @@ def _deliver(run: Run, field: str, as_json: bool, output: Path | None) -> None:
     """Write and print a run."""
     if output is not None:
         run.write(output)
-        _say(f"Written to {escape(str(output))}.")
+        say(f"Written to {escape(str(output))}.")
     if as_json:
         print(run.to_json())
         return

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from attnlens.cli.commands import app, loaded, plain_errors
 from attnlens.cli.examples import read_examples
+from attnlens.cli.terminal import loaded, plain_errors
 from attnlens.drift import HeadDrift
 from attnlens.drift import compare as compare_models
 from attnlens.errors import InputError
@@ -19,7 +19,6 @@ from attnlens.storage import versions
 FIELDS = ("effective_cosine", "raw_cosine", "effective_fraction_change")
 
 
-@app.command()
 def compare(
     model_a: Annotated[
         str, typer.Argument(metavar="A", help="Where the drift begins: a folder or a Hub name.")

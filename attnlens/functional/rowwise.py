@@ -186,7 +186,7 @@ class RowwiseBasis:
     def _factor(self, values: Tensor, keys: Tensor, gram: Tensor) -> Whitening:
         heads, groups, width = gram.shape[:3]
         whitening = factor_values(
-            values[:, None].expand(-1, groups, -1, -1), gram, keys.expand(heads, -1, -1), self.rtol
+            values[:, None].expand(-1, groups, -1, -1), gram, keys[None], self.rtol
         )
         return Whitening(
             whitening.factor.reshape(heads, groups, width, width),
@@ -223,7 +223,7 @@ class RowwiseBasis:
 
     def _groups_per_chunk(self, values: Tensor) -> int:
         heads, keys, width = values.shape
-        return max(1, _CHUNK_BYTES // (8 * heads * width * width + keys))
+        return max(1, _CHUNK_BYTES // (8 * (heads * width * width + keys)))
 
 
 def _batches(
