@@ -18,7 +18,14 @@ from attnlens.errors import (
     UnsupportedAttentionError,
 )
 from attnlens.lens import Lens, record
-from attnlens.observers import EffectiveAttention, HeadStatistics, Observer, Recording
+from attnlens.observers import (
+    EffectiveAttention,
+    HeadStatistics,
+    HiddenTokenAttribution,
+    Observer,
+    Recording,
+    TokenSaliency,
+)
 
 __version__ = "0.1.0"
 
@@ -31,6 +38,8 @@ __all__ = [
     "Observer",
     "HeadStatistics",
     "EffectiveAttention",
+    "HiddenTokenAttribution",
+    "TokenSaliency",
     "Recording",
     # errors
     "AttnLensError",

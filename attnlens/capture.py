@@ -24,6 +24,7 @@ from attnlens.functional.rowwise import RowwiseBasis
 from attnlens.functional.support import Support, row_chunks, support_of
 
 Kind = Literal["encoder", "decoder", "cross"]
+Link = Literal["first", "next", "broken"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +103,9 @@ class LayerCapture:
         mask: `[B, K]` bool, the real tokens.
         rerun: the layer as a function of its hidden state alone, every other argument as it was;
             it may be called any number of times, writes no cache and is seen by no lens.
+        link: how `hidden` came about: `"first"` enters a chain of layers, `"next"` is what left
+            the layer before, unchanged, and `"broken"` is neither.
+        chosen: whether the lens was asked for this layer; others complete its chain.
     """
 
     name: str
@@ -111,6 +115,25 @@ class LayerCapture:
     output: Tensor
     mask: Tensor
     rerun: Callable[[Tensor], Tensor]
+    link: Link = "first"
+    chosen: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenState:
+    """What left a layer, or entered the first one; detached.
+
+    Attributes:
+        stack: the stack of the layer.
+        layer: index of the layer, or -1 for what entered the first one.
+        hidden: `[B, K, M]`.
+        mask: `[B, K]` bool, the real tokens.
+    """
+
+    stack: str
+    layer: int
+    hidden: Tensor
+    mask: Tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,9 +18,10 @@ from torch import nn
 
 from attnlens.capture import Capture, Kind
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError, UnsupportedAttentionError
+from attnlens.model.layers import LayerTap
 from attnlens.model.sites import Catalogue, mixing_module, select
 from attnlens.model.tap import Tap
-from attnlens.observers import HeadStatistics, Observer, Recording
+from attnlens.observers import HeadStatistics, LayerObserver, Observer, Recording
 from attnlens.report.text import table
 
 
@@ -35,7 +36,7 @@ class Lens:
         model: a `PreTrainedModel`, or any module with one inside.
         *observers: what to compute; one `HeadStatistics` by default.
         layers: layer indices (negative ones from the end) or names of attention modules to look
-            at; None looks at all.
+            at; None looks at all. Observers of whole layers give results for the layers of these.
         every: look at each N-th forward pass, beginning with the first.
         kinds: kinds of attention to look at: `"encoder"`, `"decoder"`, `"cross"`. By default
             the encoder's self-attention, or where a model has none, every self-attention.
@@ -70,6 +71,7 @@ class Lens:
         self.layers = None if wanted is None else list(wanted)
         self.selection = select(Catalogue(model), self.layers, kinds)
         self._tap: Tap | None = None
+        self._layer_tap: LayerTap | None = None
         self._stack = ExitStack()
 
     @property
@@ -82,11 +84,13 @@ class Lens:
             raise AttnLensError(
                 "This lens is active already. Open a second Lens to look twice at once."
             )
-        tap = Tap(self.model, self.selection, self._dispatch, self.every)
+        listeners = [o for o in self.observers if isinstance(o, LayerObserver)]
+        layer_tap = LayerTap(self.selection, listeners) if listeners else None
+        tap = Tap(self.model, self.selection, self._dispatch, self.every, layer_tap)
         with ExitStack() as stack:
             tap.attach(stack)
             self._stack = stack.pop_all()
-        self._tap = tap
+        self._tap, self._layer_tap = tap, layer_tap
         return self
 
     def __exit__(
@@ -96,9 +100,10 @@ class Lens:
         trace: TracebackType | None,
     ) -> None:
         tap, self._tap = self._tap, None
+        layer_tap, self._layer_tap = self._layer_tap, None
         self._stack.close()
         if kind is None and tap is not None:
-            self._report_gaps(tap)
+            self._report_gaps(tap, layer_tap)
 
     def summary(self, field: str = "effective_fraction") -> str:
         """Return a layer × head table of one field of the first `HeadStatistics`.
@@ -122,7 +127,7 @@ class Lens:
             if observer.wants(capture):
                 observer.update(capture)
 
-    def _report_gaps(self, tap: Tap) -> None:
+    def _report_gaps(self, tap: Tap, layer_tap: LayerTap | None) -> None:
         if not tap.forwards:
             warnings.warn(
                 f"No forward pass of {type(self.model).__name__} ran inside the lens, so its "
@@ -131,15 +136,17 @@ class Lens:
                 stacklevel=3,
             )
             return
-        if not tap.fired:
-            raise UnsupportedAttentionError(self._why_nothing(tap))
-        silent = [*tap.silent, *sorted(tap.fused)]
+        silent = [] if layer_tap is None else layer_tap.silent
+        if any(not isinstance(observer, LayerObserver) for observer in self.observers):
+            if not tap.fired:
+                raise UnsupportedAttentionError(self._why_nothing(tap))
+            silent = [*silent, *tap.silent, *sorted(tap.fused)]
         if not silent:
             return
         names = ", ".join(silent[:3]) + (f" and {len(silent) - 3} more" if silent[3:] else "")
         warnings.warn(
-            f"These attention modules did not run inside the lens: {names}. Their layers are "
-            f"missing from the results.",
+            f"These modules did not run inside the lens: {names}. Their layers are missing from "
+            f"the results.",
             AttnLensWarning,
             stacklevel=3,
         )

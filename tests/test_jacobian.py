@@ -207,9 +207,12 @@ def test_captured_inputs_save_running_the_layers(probes):
 def sketches(layer, hidden, probes, runs):
     """Squared norms of many independent sketches of one layer, [runs, k, B, S, K]."""
     batch, tokens, size = hidden.shape
-    draws = [source_probes(size, probes, seed=seed, dtype=hidden.dtype) for seed in range(runs)]
+    draws = [
+        source_probes(size, probes, range(tokens), seed=seed, dtype=hidden.dtype)
+        for seed in range(runs)
+    ]
     tangents = push_forward(
-        layer, hidden, seed_tangents(hidden, torch.arange(tokens), torch.cat(draws))
+        layer, hidden, seed_tangents(hidden, torch.arange(tokens), torch.cat(draws, 1))
     )
     squares = squared_norms(tangents).reshape(tokens, runs, probes, batch, tokens)
     return squares.permute(1, 2, 3, 0, 4)
@@ -434,23 +437,30 @@ def test_result_may_replace_the_tangents():
 def test_probes_are_orthogonal_and_reproducible(size, data):
     count = data.draw(st.integers(1, size))
     state = torch.get_rng_state()
-    probes = source_probes(size, count, seed=3, dtype=torch.float64)
+    draw = functools.partial(source_probes, size, count, dtype=torch.float64)
+    probes = draw(range(7), seed=3)
     gram = torch.eye(count, dtype=torch.float64) * size / count
-    torch.testing.assert_close(probes @ probes.mT, gram)
-    assert torch.equal(probes, source_probes(size, count, seed=3, dtype=torch.float64))
+    torch.testing.assert_close(probes @ probes.mT, gram.expand(7, -1, -1))
+    assert torch.equal(probes, draw(range(7), seed=3))
+    torch.testing.assert_close(draw([5, 2], seed=3), probes[[5, 2]])
     assert torch.equal(torch.get_rng_state(), state)
     if count < size:
-        assert not torch.equal(probes, source_probes(size, count, seed=4, dtype=torch.float64))
+        assert not torch.equal(probes, draw(range(7), seed=4))
+        served = size // count
+        for first in range(0, 7, served):  # tokens that share a basis
+            rows = probes[first : first + served].flatten(0, 1)
+            gram = torch.eye(len(rows), dtype=torch.float64) * size / count
+            torch.testing.assert_close(rows @ rows.mT, gram)
 
 
 def test_seeds_carry_each_probe_at_its_own_token():
-    hidden, probes = hidden_states(batch=2, tokens=4, size=3), torch.randn(2, 3)
+    hidden, probes = hidden_states(batch=2, tokens=4, size=3), torch.randn(2, 2, 3)
     tangents = seed_tangents(hidden, torch.tensor([2, 0]), probes)
     expected = torch.zeros(2, 2, 2, 4, 3, dtype=torch.float64)
     for row, position in enumerate([2, 0]):
         for k in range(2):
             for example in range(2):
-                expected[row, k, example, position] = probes[k]
+                expected[row, k, example, position] = probes[row, k]
     assert torch.equal(tangents, expected)
 
 

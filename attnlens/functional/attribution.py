@@ -169,6 +169,37 @@ def tally_labels(contribution: Tensor, mask: Tensor, labels: Tensor, num_labels:
     return Tally(total, members.sum((1, 2))[:, None])
 
 
+def jackknife_total(totals: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:
+    """Correct a total of sketched contributions for its bias, and estimate its variance.
+
+    Contributions are ratios of square roots, so a sketch of few probes is biased by a part of
+    order 1/k that no number of texts averages out. The correction removes it. Variances of texts
+    with different probes add up.
+
+    Args:
+        totals: the total with all k probes, then without each in turn, [1 + k, ...]. A total of
+            exact contributions comes alone, [1, ...].
+        hidden_size: M, the number of directions that the probes were taken from.
+
+    Returns:
+        Corrected total and variance, [...]. With a single probe the total is as it was and the
+        variance NaN; an exact total has variance zero.
+
+    References:
+        Efron and Stein, "The Jackknife Estimate of Variance", Annals of Statistics 1981.
+    """
+    total, replicates = totals[0], totals[1:]
+    probes = len(replicates)
+    if probes == 0:
+        return total, torch.zeros_like(total)
+    if probes == 1:
+        return total, torch.full_like(total, torch.nan)
+    # Probes are a sample without replacement: both shrink to zero at k = M.
+    scale = (probes - 1) * (1 - probes / hidden_size)
+    corrected = total + scale * (total - replicates.mean(0))
+    return corrected, scale * replicates.var(0, correction=0)
+
+
 def own_histogram(
     contribution: Tensor, mask: Tensor, labels: Tensor | None = None, num_labels: int = 1
 ) -> Tensor:

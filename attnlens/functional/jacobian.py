@@ -42,6 +42,8 @@ class Attribution:
         standard_error: jackknife standard error of ``contribution``, [L, B, S, T]; zero when
             the Jacobian is exact, NaN with a single probe, which shows no spread. Errors divided
             by it follow Student's t with k - 1 degrees of freedom, nearly.
+        squares: squared norms of the images of each probe, [k, L, B, S, T], whose sum over k is
+            ``norm`` squared; exact Jacobians hold one, k = 1.
         sources: positions of the source tokens, [S].
         targets: positions of the target tokens, [T].
         layers: index into the chain of each of the L layers.
@@ -52,6 +54,7 @@ class Attribution:
     contribution: Tensor
     norm: Tensor
     standard_error: Tensor
+    squares: Tensor
     sources: Tensor
     targets: Tensor
     layers: tuple[int, ...]
@@ -143,10 +146,26 @@ def jackknife_error(
         return torch.zeros_like(squares[0])
     if probes == 1:
         return torch.full_like(squares[0], math.nan)
-    rest = (squares.sum(0) - squares).clamp_min_(0)  # [k, ..., S, T]
-    replicates = contributions(rest.sqrt_(), source_mask, target_mask)
+    replicates = leave_one_out(squares, source_mask, target_mask)
     variance = replicates.var(0, correction=0) * (probes - 1)
     return (variance * (1 - probes / hidden_size)).sqrt_()
+
+
+def leave_one_out(
+    squares: Tensor, source_mask: Tensor | None = None, target_mask: Tensor | None = None
+) -> Tensor:
+    """Compute the contributions that remain when each probe in turn is left out.
+
+    Args:
+        squares: squared norms by probe, [k, ..., S, T].
+        source_mask: True for real source tokens, broadcastable to [..., S].
+        target_mask: True for real target tokens, broadcastable to [..., T].
+
+    Returns:
+        Contributions without each probe, [k, ..., S, T] in [0, 1].
+    """
+    rest = (squares.sum(0) - squares).clamp_min_(0)  # [k, ..., S, T]
+    return contributions(rest.sqrt_(), source_mask, target_mask)
 
 
 def hidden_token_attribution(
@@ -197,14 +216,17 @@ def hidden_token_attribution(
     _, tokens, hidden_size = inputs[0].shape
     device, dtype = inputs[0].device, inputs[0].dtype
     real = _real_tokens(mask, inputs[0])
-    source_index = torch.tensor(_indices("sources", sources, tokens), device=device)
-    target_index = torch.tensor(_indices("targets", targets, tokens), device=device)
-    rows = source_probes(hidden_size, probes, seed=seed, dtype=dtype, device=device)
-    _check_norm(norm, probes=len(rows), hidden_size=hidden_size)
+    source_list = _indices("sources", sources, tokens)
+    target_list = _indices("targets", targets, tokens)
+    source_index = torch.tensor(source_list, device=device)
+    target_index = torch.tensor(target_list, device=device)
+    if reverse is None:
+        reverse = _reverse_is_cheaper(len(source_list), len(target_list), depths)
+    seeded = target_list if reverse else source_list
+    rows = source_probes(hidden_size, probes, seeded, seed=seed, dtype=dtype, device=device)
+    _check_norm(norm, probes=rows.shape[1], hidden_size=hidden_size)
     chain = _Chain(layers, inputs, rows, real, norm, memory_budget)
 
-    if reverse is None:
-        reverse = _reverse_is_cheaper(len(source_index), len(target_index), depths)
     if reverse:
         squares = chain.pull(depths, target_index).mT[..., source_index, :]
     else:
@@ -219,10 +241,11 @@ def hidden_token_attribution(
         standard_error=(
             torch.zeros_like(norms) if chain.exact else jackknife_error(squares, hidden_size)
         ),
+        squares=squares,
         sources=source_index,
         targets=target_index,
         layers=tuple(depths),
-        probes=len(rows),
+        probes=rows.shape[1],
         reverse=reverse,
     )
 
@@ -233,14 +256,14 @@ class _Chain:
 
     layers: Sequence[Layer]
     inputs: Sequence[Tensor]  # one [B, K, M] per layer
-    probes: Tensor  # [k, M]
+    probes: Tensor  # [S, k, M], of the tokens that are seeded
     real: Tensor  # [B, K]
     norm: Norm
     memory_budget: int
 
     @property
     def exact(self) -> bool:
-        return self.probes.shape[0] == self.probes.shape[1]
+        return self.probes.shape[1] == self.probes.shape[2]
 
     def push(self, depths: list[int], sources: Tensor) -> Tensor:
         """Return squared norms [k, L, B, S, K]; one sweep forward passes every depth."""
@@ -259,7 +282,7 @@ class _Chain:
         An exact result has no spread over the probes to report: they are summed, k = 1.
         """
         first = self.inputs[0]
-        kept = 1 if self.exact else len(self.probes)
+        kept = 1 if self.exact else self.probes.shape[1]
         shape = (len(positions), kept, len(stops), *first.shape[:2])
         squares = first.new_zeros(shape, dtype=_wide(first))
         # This waits for the device, once; skipping positions that are padding in every example
@@ -267,7 +290,7 @@ class _Chain:
         seeded = self.real[:, positions].any(0).nonzero()[:, 0]
         for some, probes in self._tiles(len(seeded)):
             index = seeded[some]
-            tangents = seed_tangents(first, positions[index], self.probes[probes])
+            tangents = seed_tangents(first, positions[index], self.probes[index, probes])
             spare = self.memory_budget - tangents.nbytes
             for layer in route:
                 step(
@@ -291,7 +314,7 @@ class _Chain:
 
     def _tiles(self, seeds: int) -> Iterator[tuple[slice, slice]]:
         # Rectangles of seeds × probes whose tangents take at most half the budget.
-        probes, tangent = len(self.probes), self.inputs[0].nbytes
+        probes, tangent = self.probes.shape[1], self.inputs[0].nbytes
         fit = max(1, self.memory_budget // (2 * tangent))
         if self.norm == "spectral" and fit < probes:
             raise MemoryBoundError(

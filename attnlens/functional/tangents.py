@@ -27,6 +27,7 @@ Layer = Callable[[Tensor], Tensor]
 def source_probes(
     hidden_size: int,
     probes: int | None = None,
+    positions: Sequence[int] = (0,),
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -34,37 +35,51 @@ def source_probes(
 ) -> Tensor:
     """Draw orthogonal probes ω of length √(M/k), for which Σ‖Jω‖² is an estimate of ‖J‖²_F.
 
-    The estimate is unbiased, and exact when k = M. The global random state is left alone, and
-    a seed gives the same probes on every device.
+    The estimate is unbiased, and exact when k = M. Every token has probes of its own, and
+    neighbouring tokens share a basis while it lasts, ⌊M/k⌋ of them. Blocks of the Jacobian are
+    alike from token to token: with the same probes for all, their errors would not average out
+    over tokens, and with separate directions they nearly cancel.
+
+    The global random state is left alone, and a seed gives the same probes on every device.
 
     Args:
         hidden_size: M, the number of components of a hidden state.
-        probes: k, the number of probes; ``None`` means M, the coordinate axes.
+        probes: k, the number of probes per token; ``None`` means M, the coordinate axes.
+        positions: positions of the tokens, [S].
         seed: seed of the probes.
         dtype: floating dtype of the result.
         device: device of the result.
 
     Returns:
-        Probes as rows, [k, M].
+        Probes as rows, [S, k, M].
 
     Raises:
         InputError: if ``probes`` lies outside 1 … M.
     """
     if probes is None or probes == hidden_size:
-        return torch.eye(hidden_size, dtype=dtype, device=device)
+        axes = torch.eye(hidden_size, dtype=dtype, device=device)
+        return axes.expand(len(positions), -1, -1)
     if not 1 <= probes <= hidden_size:
         raise InputError(
             f"probes must lie between 1 and the hidden size, {hidden_size} "
             f"(None means exact). Got {probes}."
         )
     generator = torch.Generator().manual_seed(seed)
-    gaussian = torch.randn(hidden_size, probes, generator=generator, dtype=torch.float64)
-    basis = torch.linalg.qr(gaussian).Q
-    return (basis.mT * math.sqrt(hidden_size / probes)).to(device, dtype)
+    served = hidden_size // probes  # tokens that one basis serves
+    rows = torch.empty(len(positions), probes, hidden_size, dtype=torch.float64)
+    for first in range(0, max(positions) + 1, served):
+        shape = (hidden_size, served * probes)
+        gaussian = torch.randn(shape, generator=generator, dtype=torch.float64)
+        places = {p - first: row for row, p in enumerate(positions) if first <= p < first + served}
+        if places:
+            needed = gaussian[:, : (max(places) + 1) * probes]
+            frames = torch.linalg.qr(needed).Q.mT.unflatten(0, (-1, probes))
+            rows[list(places.values())] = frames[list(places)]
+    return rows.mul_(math.sqrt(hidden_size / probes)).to(device, dtype)
 
 
 def seed_tangents(hidden: Tensor, positions: Tensor, probes: Tensor) -> Tensor:
-    """Place every probe at every given token.
+    """Place the probes of every given token at it.
 
     Examples do not influence one another, so one tangent carries the token at a position of
     every example of the batch.
@@ -72,15 +87,15 @@ def seed_tangents(hidden: Tensor, positions: Tensor, probes: Tensor) -> Tensor:
     Args:
         hidden: hidden states, [B, K, M]; only shape, dtype and device are used.
         positions: token positions, [S].
-        probes: probes as rows, [k, M].
+        probes: probes of each token as rows, [S, k, M].
 
     Returns:
         Tangents, [S, k, B, K, M], zero except at their own token.
     """
     batch, tokens, size = hidden.shape
-    tangents = hidden.new_zeros(len(positions), len(probes), batch, tokens, size)
+    tangents = hidden.new_zeros(*probes.shape[:2], batch, tokens, size)
     rows = torch.arange(len(positions), device=hidden.device)
-    tangents[rows, :, :, positions] = probes[:, None].to(hidden)  # left side: [S, k, B, M]
+    tangents[rows, :, :, positions] = probes[:, :, None].to(hidden)  # left side: [S, k, B, M]
     return tangents
 
 

@@ -1,13 +1,17 @@
-"""Module hooks that stay with the module they were given to."""
+"""Module hooks that stay with the module they were given to, and can be told not to listen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+_thread = threading.local()
 
 
 class Hook:
-    """A hook that does nothing in a copy of its module.
+    """A hook that does nothing in a copy of its module, nor while :func:`suspended`.
 
     A deep copy or a pickle of a model takes the hooks along; the lens is not theirs.
 
@@ -20,7 +24,8 @@ class Hook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Run the hook."""
-        self._function(*args, **kwargs)
+        if not is_suspended():
+            self._function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return no_hook
@@ -31,3 +36,22 @@ class Hook:
 
 def no_hook(*args: Any, **kwargs: Any) -> None:
     """Do nothing."""
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Let no lens hear what this thread runs in a block: a layer called again for its derivative.
+
+    Yields:
+        Nothing.
+    """
+    _thread.depth = getattr(_thread, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _thread.depth -= 1
+
+
+def is_suspended() -> bool:
+    """Whether this thread is inside :func:`suspended`."""
+    return getattr(_thread, "depth", 0) > 0

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from attnlens.capture import Masking
+from attnlens.model.hooks import is_suspended
 from attnlens.model.masks import normalise_mask
 from attnlens.model.shared import SharedSetting
 
@@ -154,7 +155,7 @@ def _watched(function: Callable[..., Any], implementation: str) -> Callable[...,
         finally:
             _thread.depth -= 1
         listeners = _listeners.get(id(module))
-        if listeners:
+        if listeners and not is_suspended():
             arguments = _by_name(function, module, args, kwargs)
             call = InterfaceCall(module, implementation, arguments, result[0])
             for listener in listeners:

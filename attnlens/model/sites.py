@@ -20,6 +20,7 @@ _DISPATCH = frozenset({"get_interface", "ALL_ATTENTION_FUNCTIONS"})
 KINDS: frozenset[Kind] = frozenset(("encoder", "decoder", "cross"))
 KINDS_DEFAULT: Kind = "encoder"
 _CROSS = re.compile(r"cross|enc_?dec_?att|encoder_att", re.IGNORECASE)
+_MIXING = re.compile(r"att|fourier|mixer", re.IGNORECASE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +78,20 @@ class Catalogue:
         if name not in self._sites:
             stack = stack_of(name)
             layer = self._peers[stack].index(name)
-            kind = _kind(name, module, self._decoders)
-            self._sites[name] = Site(name, module, stack, layer, kind)
+            self._sites[name] = Site(name, module, stack, layer, self.kind(name, module))
         return self._sites[name]
+
+    def kind(self, name: str, module: nn.Module) -> Kind:
+        """Tell what kind of attention a module of this name runs.
+
+        Args:
+            name: its qualified name in the model.
+            module: the module.
+
+        Returns:
+            The kind; a decoder's is told by its flags, its config or its place in the model.
+        """
+        return _kind(name, module, self._decoders)
 
     def has(self, name: str) -> bool:
         """Tell whether a module of this name exists."""
@@ -197,9 +209,21 @@ def mixing_module(model: nn.Module) -> tuple[str, nn.Module]:
         Its qualified name and the module; the model itself if nothing looks like it.
     """
     for name, module in model.named_modules():
-        if name and re.search(r"att|fourier|mixer", name.rsplit(".", 1)[-1], re.IGNORECASE):
+        if name and looks_mixing(name):
             return name, module
     return "the model", model
+
+
+def looks_mixing(name: str) -> bool:
+    """Tell whether a module is named like one that mixes tokens.
+
+    Args:
+        name: its qualified name; the last word counts.
+
+    Returns:
+        True for attention, Fourier transforms and mixers.
+    """
+    return _MIXING.search(name.rsplit(".", 1)[-1]) is not None
 
 
 @cache

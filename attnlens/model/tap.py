@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,28 @@ from attnlens.model.tracing import Event
 Deliver = Callable[[Capture], None]
 
 
+class Companion(Protocol):
+    """Something else that looks at the forward passes a tap looks at."""
+
+    def attach(self, stack: ExitStack) -> None:
+        """Register hooks, each with its removal."""
+
+    def enter(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Begin the forward pass of the model or, nested in it, of a pretrained one inside."""
+
+    def wants_mask(self, site: Site) -> bool:
+        """Tell whether a call of this site would say which tokens are real."""
+
+    def attended(self, site: Site, capture: Capture) -> None:
+        """Hear an attention call."""
+
+    def leave(self, outer: int, completed: bool) -> None:
+        """End a forward pass; `outer` of those around it go on."""
+
+    def forget(self) -> None:
+        """Let go of everything that belongs to one forward pass."""
+
+
 class Tap:
     """Hooks on one model that turn its attention calls into captures.
 
@@ -44,6 +66,7 @@ class Tap:
         selection: which attention to look at.
         deliver: called with each capture, soon after its call.
         every: look at each N-th outermost forward.
+        companion: something else to tell of the forwards that are looked at.
 
     Attributes:
         forwards: number of outermost forward passes seen so far.
@@ -53,7 +76,12 @@ class Tap:
     """
 
     def __init__(
-        self, model: nn.Module, selection: Selection, deliver: Deliver, every: int
+        self,
+        model: nn.Module,
+        selection: Selection,
+        deliver: Deliver,
+        every: int,
+        companion: Companion | None = None,
     ) -> None:
         self.model = model
         self.selection = selection
@@ -63,13 +91,14 @@ class Tap:
         self.seen: set[str] = set()
         self._deliver = deliver
         self._every = every
+        self._companion = companion
         catalogue = selection.catalogue
         self._interface = {id(site.module): site for site in catalogue.interface}
         self._scope = TraceScope(model, self._heard_event, self._heard_linear)
         self._running: list[nn.Module] = []
         self._padding: list[Tensor | None] = []  # one for each running forward
         self._batch: int | None = None
-        self._order = _LayerOrder()
+        self._order = LayerOrder()
         self._projections: dict[str, Projections] = {}
         self._pending: list[Capture] = []
         self._trail = ContextTrail()
@@ -105,6 +134,8 @@ class Tap:
         for handle in linear_hooks(self.model, self._received):
             stack.callback(handle.remove)
         stack.enter_context(listen([site.module for site in sites], self._heard_call))
+        if self._companion is not None:
+            self._companion.attach(stack)
 
     @property
     def fused(self) -> set[str]:
@@ -132,14 +163,22 @@ class Tap:
         self._padding.append(_padding_mask(module, args, kwargs))
         if len(self._running) > 1:
             self._order.restart()
+            self._enter_companion(module, args, kwargs)
             return
         self.forwards += 1
-        self._order = _LayerOrder()
+        self._order = LayerOrder()
         self._clear()
         if self._looking:
             self.looked += 1
             self._batch = _batch_size(args, kwargs)
             self._scope.begin((module.__class__, *_kind_of_input(module, args, kwargs)))
+            self._enter_companion(module, args, kwargs)
+
+    def _enter_companion(
+        self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        if self._companion is not None and self._looking:
+            self._companion.enter(module, args, kwargs)
 
     def _end(self, module: nn.Module, args: Sequence[Any], output: Any) -> None:
         if replaying() or not self._running:
@@ -148,10 +187,17 @@ class Tap:
         while self._running and self._running.pop() is not module:
             continue
         del self._padding[len(self._running) :]
-        if not self._running and looking:
+        outermost = not self._running and looking
+        if outermost:
             self._scope.end()
             self._settle()
-            self._clear()
+        try:
+            if looking and self._companion is not None:
+                # Torch calls this hook without an output where the forward raised.
+                self._companion.leave(len(self._running), completed=output is not None)
+        finally:
+            if outermost:
+                self._clear()
 
     def _invoke(self, module: nn.Module, args: Sequence[Any]) -> None:
         if self._looking and not replaying():
@@ -181,10 +227,17 @@ class Tap:
         """Label a capture, and deliver it or let it wait for its projection."""
         self.seen.add(site.name)
         layer = self._order.layer(site)
-        if site.kind not in self.selection.kinds or not self.selection.accepts(site, layer):
+        companion = self._companion
+        masking = companion is not None and companion.wants_mask(site)
+        chosen = site.kind in self.selection.kinds and self.selection.accepts(site, layer)
+        if not chosen and not masking:
+            return
+        capture = build()
+        if companion is not None and masking:
+            companion.attended(site, capture)
+        if not chosen:
             return
         self.fired.add(site.name)
-        capture = build()
         batch = capture.context.shape[0]
         folded = self._batch is not None and batch > self._batch and batch % self._batch == 0
         capture = replace(
@@ -251,6 +304,8 @@ class Tap:
 
     def _clear(self) -> None:
         self._pending, self._trail, self._maskings = [], ContextTrail(), []
+        if self._companion is not None:
+            self._companion.forget()
 
     def _forget(self) -> None:
         self._clear()
@@ -260,7 +315,7 @@ class Tap:
         self._owners = None
 
 
-class _LayerOrder:
+class LayerOrder:
     """Which layer an invocation is: by call where modules are shared, else by module."""
 
     def __init__(self) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attnlens.model import interface
+from attnlens.model.hooks import is_suspended
 from attnlens.model.layout import Product, einsum_product, matmul_product, transposed_product
 from attnlens.model.shared import SharedSetting
 
@@ -144,7 +145,7 @@ class AttentionTrace(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if interface.running():
+        if interface.running() or is_suspended():
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with _open_body(), self:

@@ -1,15 +1,27 @@
-"""Streaming quantities over attention calls, one per file."""
+"""Streaming quantities over attention calls and layers, one per file."""
 
-from attnlens.observers.base import Observer
+from attnlens.observers.base import LayerObserver, Observer
 from attnlens.observers.effective_attention import AttentionMap, EffectiveAttention
 from attnlens.observers.head_statistics import HeadStatistics, HeadStatisticsResult
+from attnlens.observers.hidden_token_attribution import (
+    AttributionMatrices,
+    HiddenTokenAttribution,
+    HiddenTokenAttributionResult,
+)
 from attnlens.observers.recording import Recording
+from attnlens.observers.token_saliency import TokenSaliency, TokenSaliencyResult
 
 __all__ = [
     "AttentionMap",
+    "AttributionMatrices",
     "EffectiveAttention",
     "HeadStatistics",
     "HeadStatisticsResult",
+    "HiddenTokenAttribution",
+    "HiddenTokenAttributionResult",
+    "LayerObserver",
     "Observer",
     "Recording",
+    "TokenSaliency",
+    "TokenSaliencyResult",
 ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from attnlens.capture import Capture, LayerCapture
+from attnlens.capture import Capture, HiddenState, LayerCapture
 from attnlens.errors import InputError
 
 Self = TypeVar("Self", bound="Observer")
@@ -75,7 +75,11 @@ class Observer(ABC):
 
 
 class LayerObserver(Observer):
-    """An observer of whole layers instead of attention calls."""
+    """An observer of whole layers instead of attention calls.
+
+    It sees every layer of the stacks a lens looks at, also those of which no result is wanted:
+    derivatives go through them.
+    """
 
     def wants(self, capture: Capture) -> bool:
         """Decline attention calls."""
@@ -88,11 +92,13 @@ class LayerObserver(Observer):
             capture: the call.
         """
 
-    def wants_layer(self, layer: LayerCapture) -> bool:
-        """Tell whether a layer concerns this observer."""
-        return self.layers is None or layer.layer in self.layers
+    def begin_forward(self, inputs: Mapping[str, Any]) -> None:
+        """Open a forward pass of the model.
 
-    @abstractmethod
+        Args:
+            inputs: the model's arguments by name.
+        """
+
     def update_layer(self, layer: LayerCapture) -> None:
         """Take one layer call into account.
 
@@ -100,8 +106,23 @@ class LayerObserver(Observer):
             layer: the call.
         """
 
-    def end_forward(self) -> None:
-        """Close a forward pass of the model; whatever was kept for it can go."""
+    def watch_hidden(self, state: HiddenState) -> Callable[[Tensor], None] | None:
+        """Ask for the gradient of a hidden state that takes part in a backward pass.
+
+        Args:
+            state: the hidden state.
+
+        Returns:
+            What to call with `∂loss/∂state`, `[B, K, M]`, when a backward pass has it, or None.
+        """
+        return None
+
+    def end_forward(self, completed: bool) -> None:
+        """Close a forward pass of the model; whatever was kept for it can go.
+
+        Args:
+            completed: False if the pass was interrupted.
+        """
 
 
 class SumObserver(Observer):

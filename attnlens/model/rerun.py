@@ -1,0 +1,136 @@
+"""A layer's call, kept so that it can be repeated with another hidden state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from attnlens.errors import InputError
+from attnlens.functional.tangents import layer_output
+from attnlens.model.hooks import suspended
+from attnlens.model.outputs import output_tensors
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """A call of a layer without its hidden state.
+
+    Attributes:
+        name: qualified name of the layer.
+        module: the layer.
+        args: positional arguments, with a gap wherever the hidden state was given.
+        kwargs: keyword arguments, likewise.
+        places: the gaps, as positions and keywords.
+        autocast: device type, dtype and whether autocast was on.
+    """
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    places: tuple[int | str, ...]
+    autocast: tuple[str, torch.dtype, bool]
+
+    @classmethod
+    def of(
+        cls, name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[LayerCall, Tensor] | None:
+        """Take a call apart.
+
+        Args:
+            name: qualified name of the layer.
+            module: the layer.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The call and the hidden state it was given, or None if no argument can be one.
+        """
+        given = {**dict(enumerate(args)), **kwargs}
+        hidden = given.get("hidden_states")
+        if not isinstance(hidden, Tensor):
+            tensors = (value for value in given.values() if isinstance(value, Tensor))
+            hidden = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+        if hidden is None:
+            return None
+        device = hidden.device.type
+        call = cls(
+            name,
+            module,
+            tuple(None if value is hidden else value for value in args),
+            {key: None if value is hidden else value for key, value in kwargs.items()},
+            tuple(place for place, value in given.items() if value is hidden),
+            (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
+        )
+        return call, hidden
+
+    def again(self, hidden: Tensor) -> Tensor:
+        """Call the layer with another hidden state, unheard by any lens.
+
+        Args:
+            hidden: in the layout in which the layer was given its own.
+
+        Returns:
+            The layer's output.
+
+        Raises:
+            InputError: if the layer would write a cache a second time.
+        """
+        if any(_is_cache(value) for value in (*self.args, *self.kwargs.values())):
+            raise InputError(
+                f"{self.name} was given a cache, which calling it again for its derivatives would "
+                f"write to. Pass use_cache=False to the model."
+            )
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for place in self.places:
+            if isinstance(place, int):
+                args[place] = hidden
+            else:
+                kwargs[place] = hidden
+        device, dtype, enabled = self.autocast
+        with (
+            suspended(),
+            # Casts made here must not be reused by the model, which may need their gradients.
+            torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False),
+        ):
+            return output_tensors(self.module(*args, **kwargs))[0]
+
+    def again_batch_first(self, hidden: Tensor) -> Tensor:
+        """Call a layer that works on `[K, B, M]` with a hidden state `[B, K, M]`.
+
+        Args:
+            hidden: `[B, K, M]`.
+
+        Returns:
+            The layer's output, `[B, K, M]`.
+        """
+        return self.again(hidden.transpose(0, 1)).transpose(0, 1)
+
+
+def mixes_first_axis(call: LayerCall, hidden: Tensor) -> bool:
+    """Find out whether the first axis of a hidden state counts tokens, by changing one entry.
+
+    Args:
+        call: the call of the layer.
+        hidden: what the layer was given.
+
+    Returns:
+        True if other entries of the output depend on the first one; False also where the layer
+        cannot be called again.
+    """
+    changed = hidden.clone()
+    changed[0] = hidden[0].flip(-1)
+    try:
+        outputs = [layer_output(call.again, state) for state in (hidden, changed)]
+    except InputError:
+        return False
+    return not torch.equal(outputs[0][1:], outputs[1][1:])
+
+
+def _is_cache(value: Any) -> bool:
+    return isinstance(value, Cache) or type(value).__name__.endswith("Cache")

@@ -1,0 +1,441 @@
+"""Which input tokens made each hidden state: attribution inside the running forward pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from attnlens.capture import LayerCapture
+from attnlens.errors import (
+    AttnLensError,
+    InputError,
+    MemoryBoundError,
+    UnsupportedAttentionError,
+)
+from attnlens.functional.attribution import (
+    box_statistics,
+    jackknife_total,
+    layer_profile,
+    own_histogram,
+    tally_distance,
+    tally_labels,
+    tally_not_main,
+    tally_offset,
+    tally_own,
+)
+from attnlens.functional.jacobian import (
+    Attribution,
+    Norm,
+    contributions,
+    hidden_token_attribution,
+    leave_one_out,
+)
+from attnlens.observers.base import LayerKey, LayerObserver, SumObserver, Sums
+
+Labels = Tensor | Callable[[Mapping[str, Any]], Tensor] | None
+
+
+@dataclass(frozen=True, eq=False)
+class AttributionMatrices:
+    """Contributions to the hidden states of one stack in one forward pass; on the CPU.
+
+    Attributes:
+        stack: the stack of layers.
+        layers: index of each of the L layers.
+        contribution: c_ij, the share of source i in hidden state j, `[L, B, S, T]` in `[0, 1]`;
+            sums to one over the sources of a real target.
+        norm: `‖∂e_j/∂x_i‖`, `[L, B, S, T]`, at least 0.
+        standard_error: of `contribution`, by the jackknife over probes, `[L, B, S, T]`; zero
+            where the Jacobian is exact.
+        mask: real tokens, `[B, K]` bool.
+        sources: positions of the sources, `[S]`.
+        targets: positions of the targets, `[T]`.
+        reverse: whether cotangents were pulled back instead of tangents pushed forward.
+    """
+
+    stack: str
+    layers: tuple[int, ...]
+    contribution: Tensor
+    norm: Tensor
+    standard_error: Tensor
+    mask: Tensor
+    sources: Tensor
+    targets: Tensor
+    reverse: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the tensors, in bytes."""
+        tensors = (self.contribution, self.norm, self.standard_error, self.mask)
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class HiddenTokenAttributionResult:
+    """Contributions over all real tokens seen, by layer and label of the target token.
+
+    Tensors are float64 on the CPU, with one row per layer and one column per label; NaN where
+    there was no such token. Means are corrected for the bias of the sketch, so single values may
+    leave `[0, 1]` by about their error. Errors are standard errors of the sketch alone, not of
+    the choice of texts: zero where exact, NaN with a single probe.
+
+    Attributes:
+        layers: `(stack, layer)` of each of the L rows.
+        labels: names of the G labels.
+        tokens: number of target tokens, `[L, G]`.
+        own: mean contribution of a token to its own hidden state, `[L, G]` in `[0, 1]`.
+        own_error: standard error of `own`, `[L, G]`.
+        own_box: lower whisker, first quartile, median, third quartile and upper whisker of the
+            own contributions as sketched, `[L, G, 5]` in `[0, 1]`, right to 1.3e-4.
+        not_main: share of tokens to which another contributes more than they do themselves,
+            `[L, G]` in `[0, 1]`.
+        distance: mean contribution of one neighbour at distance 1, 2, 3, 4–5, 6–10, 11 and more,
+            on both sides, `[L, G, 6]` in `[0, 1]`.
+        distance_error: standard error of `distance`, `[L, G, 6]`.
+        distance_profile: `distance` in percent of its sum over the layers of the stack,
+            `[L, G, 6]` in `[0, 100]`.
+        offset: contribution of the position at each offset, −R … R, averaged over all target
+            tokens, `[L, G, 2R + 1]` in `[0, 1]`; the own position, R, is empty.
+        offset_error: standard error of `offset`, `[L, G, 2R + 1]`.
+        by_label: share of the tokens of each label, last, in the hidden states of each label,
+            `[L, G, G]` in `[0, 1]`.
+        by_label_error: standard error of `by_label`, `[L, G, G]`.
+    """
+
+    layers: tuple[LayerKey, ...]
+    labels: tuple[str, ...]
+    tokens: Tensor
+    own: Tensor
+    own_error: Tensor
+    own_box: Tensor
+    not_main: Tensor
+    distance: Tensor
+    distance_error: Tensor
+    distance_profile: Tensor
+    offset: Tensor
+    offset_error: Tensor
+    by_label: Tensor
+    by_label_error: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every quantity by name."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if isinstance(getattr(self, f.name), Tensor)
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """What is kept of a layer until the forward pass ends."""
+
+    name: str
+    layer: int
+    chosen: bool
+    hidden: Tensor
+    rerun: Callable[[Tensor], Tensor]
+    obstacle: str
+
+
+class HiddenTokenAttribution(SumObserver, LayerObserver):
+    """Contribution of every input token to every hidden state, inside the model's own forward.
+
+    What enters the first layer of a stack are the sources. Tangents are pushed along the layers at
+    their actual inputs when the forward pass ends, with no gradients and no second pass over the
+    texts. Layers are called again for it, with whatever hooks they carry, so dropout must be off.
+
+    Args:
+        probes: k, the number of probes per token; None is exact and costs M of them.
+        sources: positions of the source tokens; None takes all.
+        targets: positions of the target tokens; None takes all.
+        layers: layer indices (negative ones from the end) whose hidden states are attributed;
+            None takes all.
+        norm: `"fro"`, or `"spectral"`, which needs `probes=None`.
+        keep: `"aggregates"`, or `"matrices"` to keep the contributions of every forward pass as
+            well, in :attr:`matrices`; needed with `sources` or `targets`.
+        labels: integer label of every token, `[B, K]`, of the forward passes to come; or what
+            computes it from the model's arguments by name. Tokens whose label is not in
+            0 … G − 1 are left out. May be set between forward passes. None: all share label 0.
+        label_names: names of the G labels.
+        radius: R, the largest offset kept apart, in tokens.
+        seed: seed of the probes. Pass n draws from `seed + n`, so that the noise of the sketch
+            averages out; observers to be merged need seeds as far apart as they have passes.
+        memory_budget: bytes for tangents and temporaries.
+        max_bytes: bytes of matrices to keep.
+
+    Raises:
+        InputError: if arguments are of the wrong value or do not go together.
+
+    References:
+        Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 5.
+    """
+
+    def __init__(
+        self,
+        probes: int | None = 8,
+        sources: Sequence[int] | None = None,
+        targets: Sequence[int] | None = None,
+        layers: Iterable[int] | None = None,
+        *,
+        norm: Norm = "fro",
+        keep: Literal["aggregates", "matrices"] = "aggregates",
+        labels: Labels = None,
+        label_names: Sequence[str] = ("all",),
+        radius: int = 64,
+        seed: int = 0,
+        memory_budget: int = 2**30,
+        max_bytes: int = 2**30,
+    ) -> None:
+        super().__init__(layers)
+        if keep not in ("aggregates", "matrices"):
+            raise InputError(f'keep must be "aggregates" or "matrices". Got {keep!r}.')
+        if keep == "aggregates" and (sources is not None or targets is not None):
+            raise InputError(
+                'Aggregates are over all tokens: pass keep="matrices" to choose sources or targets.'
+            )
+        if probes is not None and probes < 1:
+            raise InputError(f"probes must be positive, or None for exact. Got {probes}.")
+        if norm not in ("fro", "spectral") or (norm == "spectral" and probes is not None):
+            raise InputError(
+                f"norm must be 'fro', or 'spectral' with probes=None. Got {norm!r} and "
+                f"probes={probes}."
+            )
+        self.probes = probes
+        self.sources = sources
+        self.targets = targets
+        self.norm: Norm = norm
+        self.keep = keep
+        self.labels = labels
+        self.label_names = tuple(label_names)
+        self.radius = radius
+        self.seed = seed
+        self.memory_budget = memory_budget
+        self.max_bytes = max_bytes
+        self.matrices: list[AttributionMatrices] = []
+        self._passes: Counter[str] = Counter()
+        self._chains: list[tuple[str, Tensor, list[_Step]]] = []
+        self._labels: Tensor | None = None
+
+    def wants_layer(self, layer: LayerCapture) -> bool:
+        """Take every layer: those below a chosen one are on the way to it."""
+        return True
+
+    def begin_forward(self, inputs: Mapping[str, Any]) -> None:
+        """Find the labels of the tokens to come.
+
+        Args:
+            inputs: the model's arguments by name.
+        """
+        self._chains = []
+        self._labels = self.labels(inputs) if callable(self.labels) else self.labels
+
+    def update_layer(self, layer: LayerCapture) -> None:
+        """Keep the input of a layer until the pass ends.
+
+        Args:
+            layer: the call.
+        """
+        chain = next((c for c in reversed(self._chains) if c[0] == layer.stack), None)
+        if layer.link == "first" or chain is None:
+            chain = (layer.stack, layer.mask, [])
+            self._chains.append(chain)
+        steps = chain[2]
+        obstacle = _obstacle(layer, steps)
+        step = _Step(layer.name, layer.layer, layer.chosen, layer.hidden, layer.rerun, obstacle)
+        steps.append(step)
+
+    def end_forward(self, completed: bool) -> None:
+        """Attribute the hidden states of a completed pass.
+
+        Args:
+            completed: False if the pass was interrupted; nothing is then counted.
+        """
+        chains, self._chains = self._chains, []
+        labels, self._labels = self._labels, None
+        for stack, mask, steps in chains if completed else ():
+            self._attribute(stack, mask, steps, labels)
+
+    def compute(self) -> HiddenTokenAttributionResult:
+        """Average over everything seen.
+
+        Returns:
+            The result, on the CPU.
+
+        Raises:
+            AttnLensError: if nothing was aggregated.
+        """
+        keys = self.ordered()
+        if not keys:
+            chosen = self.sources is not None or self.targets is not None
+            raise AttnLensError(
+                "Contributions of chosen sources or targets are not aggregated: read `matrices`."
+                if chosen
+                else "HiddenTokenAttribution has seen no complete forward pass of the layers it "
+                "was asked for. Run the model inside `with Lens(...)`, and check `layers`."
+            )
+        rows = [_means({n: t.cpu() for n, t in self.sums[key].items()}) for key in keys]
+        means = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        profile = torch.empty_like(means["distance"])
+        for stack in {stack for stack, _ in keys}:
+            of_stack = [row for row, key in enumerate(keys) if key[0] == stack]
+            profile[of_stack] = layer_profile(means["distance"][of_stack])
+        return HiddenTokenAttributionResult(
+            tuple(keys), self.label_names, distance_profile=profile, **means
+        )
+
+    def reset(self) -> None:
+        """Forget everything seen."""
+        super().reset()
+        self.matrices = []
+        self._passes = Counter()
+
+    def merge(self, other: HiddenTokenAttribution) -> HiddenTokenAttribution:
+        """Add what another observer has seen, and append its matrices.
+
+        Args:
+            other: left unchanged; its probes must have had other seeds, or errors are too small.
+
+        Returns:
+            This observer.
+        """
+        super().merge(other)
+        self._require_room(other.matrices)
+        self.matrices += other.matrices
+        self._count_passes()
+        return self
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the aggregates; matrices are not part of the state.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+        """
+        super().load_state_dict(state)
+        self._count_passes()
+
+    def _count_passes(self) -> None:
+        for (stack, _), sums in self.sums.items():
+            self._passes[stack] = max(self._passes[stack], int(sums["passes"]))
+
+    def _attribute(
+        self, stack: str, mask: Tensor, steps: list[_Step], labels: Tensor | None
+    ) -> None:
+        """Attribute the hidden states of one chain."""
+        at = [place for place, step in enumerate(steps) if self._is_wanted(step, len(steps))]
+        if not at:
+            return
+        steps = steps[: at[-1] + 1]
+        obstacle = next((step.obstacle for step in steps if step.obstacle), "")
+        if obstacle:
+            raise UnsupportedAttentionError(
+                f"The layers {stack} are no chain of hidden states [B, K, M], along which tokens "
+                f"could be followed: {obstacle}."
+            )
+        attribution = hidden_token_attribution(
+            [step.rerun for step in steps],
+            [step.hidden for step in steps],
+            mask=mask,
+            probes=self.probes,
+            sources=self.sources,
+            targets=self.targets,
+            at=at,
+            norm=self.norm,
+            seed=self.seed + self._passes[stack],
+            memory_budget=self.memory_budget,
+        )
+        self._passes[stack] += 1
+        indices = tuple(steps[place].layer for place in at)
+        if self.keep == "matrices":
+            self._keep_matrices(stack, indices, attribution, mask)
+        if self.sources is None and self.targets is None:
+            hidden_size = steps[0].hidden.shape[-1]
+            for row, index in enumerate(indices):
+                squares = attribution.squares[:, row]
+                self.add((stack, index), self._sums(squares, hidden_size, mask, labels))
+
+    def _is_wanted(self, step: _Step, depth: int) -> bool:
+        wanted = self.layers
+        return step.chosen and (
+            wanted is None or step.layer in wanted or step.layer - depth in wanted
+        )
+
+    def _sums(self, squares: Tensor, hidden_size: int, mask: Tensor, labels: Tensor | None) -> Sums:
+        """Sums and counts of one layer over the tokens of a batch, from squares `[k, B, K, K]`."""
+        groups = len(self.label_names)
+        labels = torch.zeros_like(mask, dtype=torch.long) if labels is None else labels
+        members = (mask, labels.to(mask.device), groups)
+        contribution = contributions(squares.sum(0).sqrt())
+        every = contribution[None]
+        if self.probes is not None and self.probes < hidden_size:
+            every = torch.cat([every, leave_one_out(squares)])  # [1 + k, B, K, K]
+        tallies = {
+            "own": tally_own(every, *members),
+            "distance": tally_distance(every, *members),
+            "offset": tally_offset(every, *members, radius=self.radius),
+            "by_label": tally_labels(every, *members),
+        }
+        not_main = tally_not_main(contribution, *members)
+        sums = {
+            "passes": torch.ones(1, dtype=torch.float64),
+            "tokens": not_main.count,
+            "not_main": not_main.total,
+            "histogram": own_histogram(contribution, *members),
+            "pairs": tallies["distance"].count,
+        }
+        for name, tally in tallies.items():
+            sums[name], sums[f"{name}_variance"] = jackknife_total(tally.total, hidden_size)
+        return sums
+
+    def _keep_matrices(
+        self, stack: str, layers: tuple[int, ...], attribution: Attribution, mask: Tensor
+    ) -> None:
+        parts = (attribution.contribution, attribution.norm, attribution.standard_error, mask)
+        positions = (attribution.sources, attribution.targets)
+        tensors = (tensor.to("cpu", copy=True) for tensor in (*parts, *positions))
+        matrices = AttributionMatrices(stack, layers, *tensors, reverse=attribution.reverse)
+        self._require_room([matrices])
+        self.matrices.append(matrices)
+
+    def _require_room(self, more: Sequence[AttributionMatrices]) -> None:
+        needed = sum(matrices.nbytes for matrices in more)
+        kept = sum(matrices.nbytes for matrices in self.matrices)
+        if kept + needed > self.max_bytes:
+            raise MemoryBoundError(
+                f"Keeping matrices of {needed:,} bytes on top of {kept:,} crosses "
+                f"max_bytes={self.max_bytes:,}. Choose fewer layers or targets, call reset() "
+                f"between batches, or raise max_bytes."
+            )
+
+
+def _obstacle(layer: LayerCapture, before: Sequence[_Step]) -> str:
+    """Why tokens cannot be followed into or through a layer; empty if they can."""
+    entered, left = list(layer.hidden.shape), list(layer.output.shape)
+    if len(entered) != 3 or entered != left:
+        return f"{layer.name} turns {entered} into {left}"
+    if layer.link == "broken":
+        source = before[-1].name if before else "the layer before"
+        return f"what enters {layer.name} is not what left {source}"
+    return ""
+
+
+def _means(sums: Sums) -> Sums:
+    """Turn the sums of a layer into the fields of the result."""
+    tokens = sums["tokens"]  # [G, 1]
+    counts = {"own": tokens, "distance": sums["pairs"], "offset": tokens, "by_label": tokens}
+    means = {name: sums[name] / count for name, count in counts.items()}
+    errors = {
+        f"{name}_error": sums[f"{name}_variance"].sqrt() / count for name, count in counts.items()
+    }
+    scalar = {"own", "own_error"}
+    return {
+        "tokens": tokens[:, 0],
+        "own_box": box_statistics(sums["histogram"]),
+        "not_main": sums["not_main"][:, 0] / tokens[:, 0],
+        **{name: t[:, 0] if name in scalar else t for name, t in (means | errors).items()},
+    }
