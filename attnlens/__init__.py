@@ -17,6 +17,12 @@ from attnlens.errors import (
     NonFiniteError,
     UnsupportedAttentionError,
 )
+from attnlens.identify import (
+    identifiability,
+    realisability_rank,
+    simplex_witness,
+    softmax_witness,
+)
 from attnlens.lens import Lens, record
 from attnlens.observers import (
     EffectiveAttention,
@@ -41,6 +47,11 @@ __all__ = [
     "HiddenTokenAttribution",
     "TokenSaliency",
     "Recording",
+    # identifiability of one attention call
+    "identifiability",
+    "simplex_witness",
+    "softmax_witness",
+    "realisability_rank",
     # errors
     "AttnLensError",
     "AttnLensWarning",

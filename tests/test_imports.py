@@ -31,6 +31,7 @@ ALLOWED = {
 UPPER = {  # parts that people meet; lower ones must not know them
     "lens": {"errors", "capture", "model", "observers", "report"},
     "verdict": None,
+    "identify": {"errors", "functional", "capture"},
     "heads": None,
     "training": None,
     "corpus": None,

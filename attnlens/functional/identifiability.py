@@ -112,8 +112,9 @@ class Identifiability:
         condition: Largest over smallest kept singular value of T, ≥ 1.
         simplex_dimension: Dimension of the row-stochastic alternatives, [B, H].
         softmax_dimension: Generic dimension of the alternatives that a head of this width can
-            produce, [B, H]; None under a mask that varies by row, where no count is known.
-        query_width: Width of queries and keys.
+            produce, [B, H]; None where no count is known: under a mask that varies by row, or if
+            logits are not products of queries and keys.
+        query_width: Width of queries and keys, or None.
         value_width: Head dimension D.
         rtol: Singular values up to ``rtol`` times the largest counted as zero.
     """
@@ -125,7 +126,7 @@ class Identifiability:
     condition: Tensor
     simplex_dimension: Tensor
     softmax_dimension: Tensor | None
-    query_width: int
+    query_width: int | None
     value_width: int
     rtol: Tensor
 
@@ -164,6 +165,8 @@ class Identifiability:
         )
 
     def _softmax_verdict(self, example: int, head: int) -> str:
+        if self.query_width is None:
+            return "What a head can produce was not counted: its logits are no plain products."
         width = f"a head of query width {self.query_width}"
         if self.softmax_dimension is None:
             return f"What {width} can produce was not counted: the mask varies by row."
@@ -190,12 +193,14 @@ def identifiability(
     mask: Tensor | None = None,
     projection: Tensor | None = None,
     rtol: float | None = None,
+    cross: bool = False,
 ) -> Identifiability:
     """Decide per example and head whether the output determines the attention.
 
-    Only the widths of queries and keys matter, not their entries: the softmax count is generic.
-    With as many queries as keys, a row counts only if its own token is attended to by some row, so
-    padding is left out on both sides.
+    Only the widths of queries and keys matter, not their entries: the softmax count is generic. A
+    bias added to the logits changes nothing as long as it is held fixed. With as many queries as
+    keys, a row counts only if its own token is attended to by some row, so padding is left out on
+    both sides.
 
     Args:
         query: Queries, [B, H, Q, R].
@@ -205,6 +210,7 @@ def identifiability(
         projection: Output projection per head, [H, D, M]; None if unknown or of full rank.
         rtol: Relative tolerance of the numerical rank, in [1e-7, 1); by default
             max(n, D) · eps(float32).
+        cross: Queries and keys are different tokens, even where there are as many.
 
     Returns:
         Ranks, dimensions and verdicts.
@@ -214,7 +220,44 @@ def identifiability(
         for row-stochastic matrices is n > D + 1, one more than stated there.
     """
     check_heads(query, key, value)
-    groups, rows = visibility(mask, query, key)
+    return identifiability_of_values(
+        value,
+        query,
+        query_width=query.shape[-1],
+        mask=mask,
+        projection=projection,
+        rtol=rtol,
+        cross=cross,
+    )
+
+
+@torch.no_grad()
+def identifiability_of_values(
+    value: Tensor,
+    rows: Tensor,
+    *,
+    query_width: int | None,
+    mask: Tensor | None = None,
+    projection: Tensor | None = None,
+    rtol: float | None = None,
+    cross: bool = False,
+) -> Identifiability:
+    """Decide as :func:`identifiability` does, without queries and keys.
+
+    Args:
+        value: Values as multiplied by the attention, [B, H, K, D].
+        rows: Anything with one entry per query, [B, H, Q, ·].
+        query_width: Width R of queries and keys; None if logits are not products of such, and
+            only row-stochastic alternatives are to be counted.
+        mask: Boolean, True = may attend, broadcastable to [B, H, Q, K].
+        projection: Output projection per head, [H, D, M]; None if unknown or of full rank.
+        rtol: Relative tolerance of the numerical rank, in [1e-7, 1).
+        cross: Queries and keys are different tokens, even where there are as many.
+
+    Returns:
+        Ranks, dimensions and verdicts.
+    """
+    groups, counted = visibility(mask, rows, value, cross=cross)
     moments = value_moments(output_values(value, groups, projection), groups, rtol)
     tokens, rank, rank_with_ones = moments.tokens, moments.rank, moments.rank_with_ones
     per_row = {
@@ -229,14 +272,15 @@ def identifiability(
     softmax = None
     if groups.shape[-2] == 1:
         per_row = {name: entry.squeeze(-1) for name, entry in per_row.items()}
-        contrasts = rank_with_ones.squeeze(-1) - 1
-        softmax = softmax_dimension(
-            per_row["tokens"], query.shape[-1], contrasts, queries=rows.sum(-1)
-        )
+        if query_width is not None:
+            contrasts = rank_with_ones.squeeze(-1) - 1
+            softmax = softmax_dimension(
+                per_row["tokens"], query_width, contrasts, queries=counted.sum(-1)
+            )
     return Identifiability(
         **per_row,
-        simplex_dimension=(dimension * rows).sum(-1),
+        simplex_dimension=(dimension * counted).sum(-1),
         softmax_dimension=softmax,
-        query_width=query.shape[-1],
+        query_width=query_width,
         value_width=value.shape[-1],
     )

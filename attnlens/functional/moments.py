@@ -83,18 +83,21 @@ def value_moments(values: Tensor, groups: Tensor, rtol: float | None) -> ValueMo
     return ValueMoments(tokens, mean, torch.linalg.eigvalsh(raw), centred, tolerance)
 
 
-def visibility(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+def visibility(
+    mask: Tensor | None, query: Tensor, key: Tensor, *, cross: bool = False
+) -> tuple[Tensor, Tensor]:
     """Split a mask into the keys that rows see and the rows that count.
 
     Args:
         mask: Boolean, True = may attend, broadcastable to [B, H, Q, K]; None = all.
         query: Anything of shape [B, H, Q, ·].
         key: Anything of shape [B, H, K, ·].
+        cross: Queries and keys are different tokens, even where there are as many.
 
     Returns:
         Visible keys, bool [B, H, G, K] with G = 1 if all rows that see anything see the same keys
         and G = Q otherwise; and the rows that count, bool [B, H, Q]: those that see anything and,
-        if Q = K, whose own token is seen by some row.
+        if Q = K and not ``cross``, whose own token is seen by some row.
 
     Raises:
         InputError: If the mask is not boolean or does not broadcast.
@@ -116,7 +119,7 @@ def visibility(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor,
     seen, sees = mask.any(-2, keepdim=True), mask.any(-1, keepdim=True)
     groups = seen if bool(((mask == seen) | ~sees).all()) else mask
     rows = sees.squeeze(-1).expand(batch, heads, queries)
-    if queries == keys:
+    if queries == keys and not cross:
         rows = rows & seen.squeeze(-2)
     return groups.expand(batch, heads, -1, keys), rows
 

@@ -89,6 +89,7 @@ def simplex_witness(
     mask: Tensor | None = None,
     projection: Tensor | None = None,
     rtol: float | None = None,
+    cross: bool = False,
     generator: torch.Generator | None = None,
 ) -> SimplexWitness:
     """Construct a row-stochastic A' with A'T = AT, far from A.
@@ -104,6 +105,7 @@ def simplex_witness(
         mask: Boolean, True = may attend, broadcastable to [B, H, Q, K]; may vary by row.
         projection: Output projection per head, [H, D, M]; matters only if its rank is below D.
         rtol: Relative tolerance of the numerical rank, in [1e-7, 1).
+        cross: Queries and keys are different tokens, even where there are as many.
         generator: Source of the first direction; a fixed seed by default.
 
     Returns:
@@ -121,7 +123,7 @@ def simplex_witness(
             "attention and value must be [B, H, Q, K] and [B, H, K, D], got "
             f"{list(attention.shape)} and {list(value.shape)}"
         )
-    groups, rows = visibility(mask, attention, value)
+    groups, rows = visibility(mask, attention, value, cross=cross)
     values = output_values(value, groups, projection)
     counted = attention.double().masked_fill(~(groups & rows[..., None]), 0.0)
     check_finite(attention=counted)
@@ -150,7 +152,9 @@ def realisability_rank(
     *,
     query_width: int,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
     rtol: float | None = None,
+    cross: bool = False,
     generator: torch.Generator | None = None,
 ) -> RealisabilityRank:
     """Compare the rank of a simplex witness's logits with the width of a head.
@@ -166,8 +170,10 @@ def realisability_rank(
         value: Values V, [B, H, K, D].
         query_width: Width R of queries and keys.
         mask: Boolean padding mask, True = may attend, broadcastable to [B, H, Q, K].
+        bias: Position bias added to the logits, broadcastable to [B, H, Q, K]; it is held fixed.
         rtol: Singular values up to ``rtol`` times the largest count as zero; by default
             max(n, R) · eps(float32).
+        cross: Queries and keys are different tokens, even where there are as many.
         generator: Source of the witness's direction; a fixed seed by default.
 
     Returns:
@@ -177,16 +183,16 @@ def realisability_rank(
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1 and its
         public reviews.
     """
-    groups, rows = visibility(mask, attention, value)
+    groups, rows = visibility(mask, attention, value, cross=cross)
     _require_shared_keys(groups)
-    witness = simplex_witness(attention, value, mask=mask, generator=generator)
+    witness = simplex_witness(attention, value, mask=mask, cross=cross, generator=generator)
     visible = groups & rows[..., None]
     original = attention.double()
     halfway = (original + witness.attention) / 2
     tolerance = groups.sum((-1, -2)).clamp_min(query_width) * torch.finfo(torch.float32).eps
     cut = tolerance if rtol is None else torch.full_like(tolerance, rtol)
     rank, attention_rank = (
-        torch.linalg.matrix_rank(_centred_log(matrix, visible), rtol=cut.double())
+        torch.linalg.matrix_rank(_centred_logits(matrix, bias, visible), rtol=cut.double())
         for matrix in (halfway, original)
     )
     return RealisabilityRank(rank, attention_rank, query_width)
@@ -199,7 +205,9 @@ def softmax_witness(
     value: Tensor,
     *,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
     scaling: float | None = None,
+    cross: bool = False,
     distance: float = 0.1,
     tolerance: float = 1e-10,
     max_iterations: int = 30,
@@ -218,7 +226,9 @@ def softmax_witness(
         key: Keys, [B, H, K, R], grouped-query heads repeated.
         value: Values, [B, H, K, D].
         mask: Boolean padding mask, True = may attend, broadcastable to [B, H, Q, K].
+        bias: Position bias added to the logits, broadcastable to [B, H, Q, K]; it is held fixed.
         scaling: Factor s of the logits; R^-½ by default.
+        cross: Queries and keys are different tokens, even where there are as many.
         distance: Wanted ‖A' − A‖ / ‖A‖, reached to a few per cent where there is room.
         tolerance: Largest accepted ‖A'V − AV‖ / ‖AV‖.
         max_iterations: Largest number of steps of the walk.
@@ -233,7 +243,7 @@ def softmax_witness(
     check_heads(query, key, value)
     if distance <= 0:
         raise InputError(f"distance must be positive, got {distance}")
-    groups, rows = visibility(mask, query, key)
+    groups, rows = visibility(mask, query, key, cross=cross)
     _require_shared_keys(groups)
     real = torch.cat([rows, groups.squeeze(-2)], dim=-1)[..., None]
     given = torch.cat([query, key], dim=-2).double()
@@ -243,8 +253,12 @@ def softmax_witness(
     exists = _realisable(values, groups, rows, query.shape[-1])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     visible = groups & rows[..., None]
-    origin = Heads(*(x.flatten(0, 1) for x in (queries, keys, values, visible)), scale=scale)
-    far = simplex_witness(origin.attention.view_as(visible), values, mask=mask, generator=generator)
+    tensors = [queries, keys, values, visible]
+    if bias is not None:
+        tensors.append(bias.double().expand_as(visible))
+    origin = Heads(*(tensor.flatten(0, 1) for tensor in tensors), scale=scale)
+    attention = origin.attention.view_as(visible)
+    far = simplex_witness(attention, values, mask=mask, cross=cross, generator=generator)
     moving = exists.flatten().nonzero().squeeze(-1)
     part, start = origin.take(moving), far.attention.flatten(0, 1)[moving]
     walked = walk(part, start - part.attention, distance, max_iterations)
@@ -279,9 +293,12 @@ def _require_shared_keys(groups: Tensor) -> None:
         )
 
 
-def _centred_log(attention: Tensor, visible: Tensor) -> Tensor:
-    """Return each row's logits less their mean over visible keys; 0 where hidden."""
-    logits = attention.clamp_min(TINY).log().masked_fill(~visible, 0.0)
+def _centred_logits(attention: Tensor, bias: Tensor | None, visible: Tensor) -> Tensor:
+    """Return each row's logits less the bias and their mean over visible keys; 0 where hidden."""
+    logits = attention.clamp_min(TINY).log()
+    if bias is not None:
+        logits = logits - bias.double()
+    logits = logits.masked_fill(~visible, 0.0)
     mean = logits.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp_min(1)
     return (logits - mean).masked_fill(~visible, 0.0)
 
