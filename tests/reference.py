@@ -81,15 +81,17 @@ def ranks(
     projection: Tensor | None = None,
     simplex: bool = False,
 ) -> Tensor:
-    """Numerical rank of the values each row may attend to, `[B, H, Q]`."""
+    """Numerical rank of the values each row may attend to, `[B, H, Q]`; of `[T, 1]` if simplex."""
     batch, heads, keys, width = value.shape
     dense = dense_mask(mask, batch, heads, queries, keys)
     result = torch.zeros(batch, heads, queries, dtype=torch.int64)
     for example in range(batch):
         for head in range(heads):
-            values = seen_values(value[example, head], head, projection, simplex)
+            values = seen_values(value[example, head], head, projection)
             for rows, seen in supports(dense[example, head]):
-                result[example, head, rows] = _rank(values[seen], max(keys, width) * EPS)
+                rank = _rank(values[seen], max(keys, width) * EPS)
+                extra = simplex and _constant_escapes(values[seen], max(keys, width) * EPS)
+                result[example, head, rows] = rank + extra
     return result
 
 
@@ -169,17 +171,17 @@ def head_statistics(
                 "attention_norm": np.linalg.norm(raw),
                 "effective_norm": np.linalg.norm(visible),
                 "effective_fraction": np.sum(visible**2) / np.sum(raw**2),
-                "correlation": np.corrcoef(raw[seen], visible[seen])[0, 1],
+                "correlation": pearson(raw[seen], visible[seen]),
                 "entropy": -np.sum(raw[raw > 0] * np.log(raw[raw > 0])) / rows.sum(),
                 "output_norm": np.linalg.norm(raw @ np.where(keys_seen[:, None], values, 0)),
             })
             raw_entries.append(raw[seen])
             effective_entries.append(visible[seen])
-        summary = {name: np.nanmean([e[name] for e in examples]) for name in examples[0]}
+        summary = {name: _mean([float(e[name]) for e in examples]) for name in examples[0]}
         summary["nullity_min"] = min(e["nullity_min"] for e in examples)
         summary["nullity_max"] = max(e["nullity_max"] for e in examples)
-        pooled = np.corrcoef(np.concatenate(raw_entries), np.concatenate(effective_entries))
-        per_head.append({**summary, "pooled_correlation": pooled[0, 1], "examples": len(examples)})
+        pooled = pearson(np.concatenate(raw_entries), np.concatenate(effective_entries))
+        per_head.append({**summary, "pooled_correlation": pooled, "examples": len(examples)})
     return {
         name: torch.tensor([float(head[name]) for head in per_head], dtype=torch.float64)
         for name in per_head[0]
@@ -191,6 +193,25 @@ def condition(values: Array, rtol: float) -> float:
     sigma = np.linalg.svd(values, compute_uv=False)
     kept = sigma[sigma > rtol * sigma[0]]
     return float(kept[0] / kept[-1])
+
+
+def pearson(first: Array, second: Array) -> float:
+    """Correlation of two vectors; NaN where one does not vary beyond rounding."""
+    if any(entries.var() <= 1e-12 * np.mean(entries**2) for entries in (first, second)):
+        return float("nan")
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def _mean(values: list[float]) -> float:
+    defined = [value for value in values if not np.isnan(value)]
+    return float(np.mean(defined)) if defined else float("nan")
+
+
+def _constant_escapes(values: Array, rtol: float) -> bool:
+    """Whether the constant vector is more than 1e-4 of its length away from the column space."""
+    constant = np.ones(len(values))
+    outside = constant - projector(values, rtol) @ constant
+    return bool(outside @ outside > 1e-8 * len(values))
 
 
 def _rank(values: Array, rtol: float) -> int:

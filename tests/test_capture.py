@@ -73,7 +73,8 @@ def test_projection_of_a_transposed_weight() -> None:
 @pytest.mark.parametrize("name", ["bert", "modernbert", "eurobert"])
 def test_output_is_preserved_with_the_real_projection(name: str) -> None:
     for capture in record(models.build(name), **models.inputs(name)):
-        attention, effective = capture.attention(), capture.effective_attention()
+        real = capture.real_rows[..., None]  # what stands in rows of padding has no meaning
+        attention, effective = capture.attention() * real, capture.effective_attention() * real
         mask = capture.mask.expand(attention.shape)
         expected = reference.effective_attention(attention, capture.value, mask, capture.projection)
         assert reference.relative_errors(effective, expected).max() <= 1e-5
@@ -81,9 +82,10 @@ def test_output_is_preserved_with_the_real_projection(name: str) -> None:
         before, after = (a.double() @ seen for a in (attention, effective))
         assert reference.relative_errors(after, before).max() <= 1e-5
         assert (effective[~mask] == 0).all()
-        simplex = capture.effective_attention(simplex=True)
+        simplex = capture.effective_attention(simplex=True) * real
         torch.testing.assert_close(simplex.sum(-1), attention.sum(-1), rtol=1e-5, atol=1e-5)
-        assert torch.equal(effective, effective_attention(attention, capture.value, capture.mask))
+        alone = effective_attention(attention, capture.value, capture.mask)
+        torch.testing.assert_close(alone, effective, rtol=1e-5, atol=1e-6)
 
 
 def test_projection_is_read_again_after_an_update() -> None:

@@ -27,11 +27,15 @@ ALLOWED = {
     "model": {"errors", "functional", "capture"},
     "observers": {"errors", "functional", "capture", "kernels"},
     "report": {"errors", "observers"},
+    "storage": {"errors", "observers"},
+    "demo": {"errors"},
 }
 UPPER = {  # parts that people meet; lower ones must not know them
     "lens": {"errors", "capture", "model", "observers", "report"},
+    "storage": {"errors", "observers"},
     "verdict": None,
     "identify": {"errors", "functional", "capture"},
+    "demo": None,
     "heads": None,
     "training": None,
     "corpus": None,

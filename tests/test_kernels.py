@@ -144,9 +144,10 @@ def test_each_head_is_factorised_for_itself(backend):
 def test_a_key_mask_may_be_shared_by_heads(backend):
     value = normal(2, 2, 9, 5)
     keys = torch.arange(9, device=DEVICE) < torch.tensor([[8], [6]], device=DEVICE)
-    per_head = kernels.gram_factor(value, keys[:, None].expand(2, 2, 9), backend=backend)
+    expanded = keys[:, None].expand(2, 2, 9)
+    per_head = kernels.gram_factor(value, expanded, extremes=False, backend=backend)
     for shared in (keys, keys[:, None]):
-        factor = kernels.gram_factor(value, shared, backend=backend)
+        factor = kernels.gram_factor(value, shared, extremes=False, backend=backend)
         assert torch.equal(factor.whitening, per_head.whitening)
 
 
@@ -199,10 +200,9 @@ def test_values_that_are_not_finite():
     ("tokens", "dim", "dtype"),
     [
         (1, 24, torch.float32),
-        (1, 128, torch.float32),
         (63, 24, torch.float16),
         (65, 15, torch.bfloat16),
-        (20, 60, torch.float32),
+        (5, 60, torch.float32),
     ],
 )
 def test_gram_svd_matches_the_svd(backend, tokens, dim, dtype):
@@ -217,6 +217,19 @@ def test_gram_svd_matches_the_svd(backend, tokens, dim, dtype):
     vectors = vectors[0, 0].cpu()
     close(vectors.mT @ vectors, torch.eye(dim), rtol=0, atol=1e-10)
     close(vectors * sigma.square() @ vectors.mT, rows.mT @ rows, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gram_svd_of_the_widest_head(backend):
+    """Its values span three coordinates: one sweep, as Triton's interpreter is slow."""
+    value = normal(1, 1, 4, 128)
+    value[..., 3:] = 0.0
+    singular_values, vectors = kernels.gram_svd(value, backend=backend)
+    rows = value[0, 0].double().cpu()
+    close(singular_values[0, 0, :3], torch.linalg.svdvals(rows)[:3], rtol=1e-9)
+    assert singular_values[0, 0, 3:].abs().max() < 1e-6
+    close(vectors[0, 0].mT @ vectors[0, 0], torch.eye(128), rtol=0, atol=1e-10)
+    close(rows @ vectors[0, 0, :, 3:].cpu(), torch.zeros(4, 125), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -291,6 +304,7 @@ def row_masks(name, queries, keys):
     return {
         "padding": {"mask": padding},
         "dense padding": {"mask": padding.expand(2, 1, queries, keys).contiguous()},
+        "expanded padding": {"mask": padding.expand(2, 4, queries, keys)},
         "window": {"mask": (positions - rows).abs() <= 3},
         "random per head": {"mask": random},
         "nothing": {"mask": torch.zeros(2, 1, 1, keys, dtype=torch.bool, device=DEVICE)},
@@ -307,6 +321,7 @@ def row_masks(name, queries, keys):
 MASKS = [
     "padding",
     "dense padding",
+    "expanded padding",
     "window",
     "random per head",
     "nothing",
@@ -427,11 +442,11 @@ def test_reductions_give_only_what_was_asked_for(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_top_entries_may_be_all_of_them(backend):
-    coordinates, basis = normal(1, 2, 3, 4), normal(1, 2, 70, 4, seed=1)
-    reduction = kernels.effective_reduce(coordinates, basis, top_k=210, backend=backend)
+    coordinates, basis = normal(1, 1, 1, 4), normal(1, 1, 70, 4, seed=1)
+    reduction = kernels.effective_reduce(coordinates, basis, top_k=70, backend=backend)
     everything = (coordinates @ basis.mT).flatten(2)
     found = reduction.top_queries * 70 + reduction.top_keys
-    assert torch.equal(found.sort().values[0, 0].cpu(), torch.arange(210))
+    assert torch.equal(found.sort().values[0, 0].cpu(), torch.arange(70))
     close(reduction.top_values, everything.gather(-1, found))
 
 
@@ -529,27 +544,26 @@ doubles = dict.fromkeys(
     "fp64",
 )
 inputs = {"value": "bf16", "keys": "u8", "rank_out": "i64"}
-blocks = triton_gram._blocks(64)
+blocks = triton_gram._blocks(32) | {"BLOCK_TOKENS": 16}  # compiles four times as fast as 64
 warps = blocks.pop("num_warps")
 compiles(triton_gram.gram_factor_kernel, inputs | doubles,
-         dict(DIM=64, WIDTH=64, ITERATIONS=32, SWEEPS=24) | blocks, warps)
-compiles(triton_gram.gram_svd_kernel, inputs | doubles, dict(DIM=64, SWEEPS=24) | blocks, warps)
+         dict(DIM=32, WIDTH=32, ITERATIONS=32, SWEEPS=24) | blocks, warps)
+compiles(triton_gram.gram_svd_kernel, inputs | doubles, dict(DIM=32, SWEEPS=24) | blocks, warps)
 floats = dict.fromkeys("basis bias statistics coordinates column_sums maps magnitudes".split(),
                        "fp32")
-for dtype in ("fp32", "bf16"):
-    for causal in (True, False):
-        compiles(triton_rows.row_statistics_kernel,
-                 floats | {"query": dtype, "key": dtype, "mask": "u8"},
-                 dict(DIM=64, RANK=64, HAS_MASK=True, HAS_BIAS=causal, CAUSAL=causal,
-                      NATIVE=dtype == "bf16", BLOCK_D=64, BLOCK_R=64,
-                      BLOCK_Q=triton_rows.BLOCK_Q, BLOCK_K=triton_rows.BLOCK_K), 8)
+for dtype, causal in (("fp32", True), ("bf16", False)):
+    compiles(triton_rows.row_statistics_kernel,
+             floats | {"query": dtype, "key": dtype, "mask": "u8"},
+             dict(DIM=64, RANK=64, HAS_MASK=True, HAS_BIAS=causal, CAUSAL=causal,
+                  NATIVE=dtype == "bf16", BLOCK_D=64, BLOCK_R=64,
+                  BLOCK_Q=triton_rows.BLOCK_Q, BLOCK_K=triton_rows.BLOCK_K), 8)
 compiles(triton_reduce.effective_reduce_kernel, floats | {"places": "i64"},
          dict(RANK=64, TOP=10, MAPS=True, BLOCK_R=64, BLOCK_Q=triton_reduce.BLOCK_Q,
               BLOCK_K=triton_reduce.BLOCK_K, BLOCK_TOP=16), 8)
 """
     finished = run_python(code, TRITON_CACHE_DIR=str(tmp_path))
     assert finished.returncode == 0, finished.stderr[-2000:]
-    assert len(finished.stdout.split()) == 7
+    assert len(finished.stdout.split()) == 5
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from attnlens import (
     AttnLensWarning,
@@ -168,6 +169,23 @@ def test_gradient_checkpointing_counts_each_forward_once(name: str, reentrant: b
     assert statistics.compute().examples.eq(6).all()
     assert [capture.layer for capture in recording.captures] == [0, 1] * 3
     assert hooks(model) == own_hooks
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_a_whole_encoder_counts_it_once(reentrant: bool) -> None:
+    """Its forward runs again, from its root, inside the backward pass."""
+    model = models.build("bert").train()
+    embeddings = model.embeddings(INPUTS["input_ids"]).detach().requires_grad_()
+
+    def encode(inputs: torch.Tensor) -> torch.Tensor:
+        return model(inputs_embeds=inputs)[0]
+
+    statistics = HeadStatistics()
+    with Lens(model, statistics, every=2):
+        for _ in range(4):
+            output = checkpoint(encode, embeddings, use_reentrant=reentrant)
+            output.square().sum().backward()
+    assert statistics.compute().examples.eq(4).all()
 
 
 def test_no_forward_is_a_warning() -> None:

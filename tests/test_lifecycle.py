@@ -100,6 +100,27 @@ def test_a_forward_that_was_torn_down_does_not_spoil_the_next(
     assert torch.equal(found.effective_norm, expected.effective_norm)
 
 
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+def test_a_forward_that_was_torn_down_counts_once(
+    model: PreTrainedModel, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = Recording()
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise error
+
+    with Lens(model, recording, every=2), torch.no_grad():
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(model.encoder.layer[1], "forward", broken)
+            model(**INPUTS)
+        recording.reset()
+        seen = []
+        for _ in range(4):
+            model(**INPUTS)
+            seen.append(len(recording.captures))
+    assert seen == [0, 2, 2, 4]
+
+
 @pytest.mark.parametrize("after", [0, 1, 5])
 def test_nothing_is_attached_when_attaching_fails(
     model: PreTrainedModel, after: int, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from attnlens import Capture, Lens, Recording
 from attnlens.model.masks import normalise_mask
 from tests import models
+from tests.tiny import HEADS, TinyAttention, hidden_states
 
 INPUTS = models.text_inputs()
 IDS, PADDING = INPUTS["input_ids"], INPUTS["attention_mask"].bool()[:, None, None]
@@ -141,6 +142,28 @@ def test_position_bias(implementation: str) -> None:
         assert capture.scaling == 1.0
         assert torch.equal(dense(capture), PADDING[:, 0].expand(-1, TOKENS, -1))
         assert capture.support.shared
+
+
+def test_position_bias_that_holds_the_mask() -> None:
+    """A finite mask within the bias leaves rows with nothing to attend to uniform."""
+    mask = arbitrary()[:, :, :, :TOKENS]
+    mask[0, 0, 5] = False
+    bias = torch.randn(1, HEADS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(6))
+    both = bias.masked_fill(~mask, LARGE)
+
+    class Biased(TinyAttention):
+        def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return self.function()(self, query, key, value, None, position_bias=both)[0]
+
+    recording = Recording()
+    with Lens(Biased(), recording) as lens, torch.no_grad():
+        lens.model(hidden_states(tokens=TOKENS))
+    (capture,) = recording.captures
+    assert torch.equal(dense(capture), mask[:, 0])
+    torch.testing.assert_close(capture.attention() @ capture.value, capture.context)
+    torch.testing.assert_close(
+        capture.attention()[0, :, 5], torch.full((HEADS, TOKENS), 1 / TOKENS)
+    )
 
 
 @pytest.fixture(scope="module")

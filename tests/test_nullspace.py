@@ -100,6 +100,29 @@ def test_rank_deficient_values(
     assert torch.equal(basis.rank, reference.ranks(value)[..., 0])
 
 
+def ill_conditioned_values(tokens: int, width: int, rank: int, smallest: float) -> Tensor:
+    """Values with singular values from 1 down to `smallest`."""
+    left = torch.linalg.qr(random_values(tokens, rank, seed=4))[0]
+    right = torch.linalg.qr(random_values(width, rank, seed=5))[0]
+    exponents = torch.linspace(0, 1, rank, dtype=torch.float64)
+    return left * smallest**exponents @ right.mT
+
+
+@pytest.mark.parametrize("method", ["auto", "eigh", "svd"])
+@pytest.mark.parametrize(
+    ("dtype", "smallest"), [(torch.float64, 1e-3), (torch.float32, 1e-3), (torch.float32, 1e-4)]
+)
+@pytest.mark.parametrize(
+    ("tokens", "width", "rank"), [(40, 8, 8), (40, 8, 5), (6, 8, 4), (6, 8, 6)]
+)
+def test_ill_conditioned_values(
+    tokens: int, width: int, rank: int, dtype: torch.dtype, smallest: float, method: str
+) -> None:
+    value = ill_conditioned_values(tokens, width, rank, smallest).to(dtype)
+    check(random_attention(5, tokens).to(dtype), value, method=method, bar=BARS[dtype])
+    assert (value_basis(value, method=method).rank == rank).all()  # type: ignore[arg-type]
+
+
 def test_values_that_are_all_zero() -> None:
     value = random_values(12, 8)
     value[0, 1] = 0

@@ -11,7 +11,13 @@ from attnlens.functional import RowwiseBasis, effective_attention, rowwise, valu
 from attnlens.functional.support import support_of
 from tests import reference
 from tests.reference import BARS
-from tests.test_nullspace import BATCH, HEADS, random_attention, random_values
+from tests.test_nullspace import (
+    BATCH,
+    HEADS,
+    ill_conditioned_values,
+    random_attention,
+    random_values,
+)
 
 TOKENS, WIDTH = 30, 8
 
@@ -97,6 +103,17 @@ def test_rank_deficient_values(name: str) -> None:
     expected = reference.effective_attention(attention, value, mask)
     assert reference.relative_errors(found, expected).max() <= 1e-12
     assert torch.equal(value_basis(value, mask).rank, reference.ranks(value, mask, TOKENS))
+
+
+@pytest.mark.parametrize("rank", [WIDTH, 5])
+@pytest.mark.parametrize("name", ["causal", "window", "random"])
+def test_ill_conditioned_values(name: str, rank: int) -> None:
+    mask = MASKS[name]
+    attention, _ = problem(mask)
+    value = ill_conditioned_values(TOKENS, WIDTH, rank, 1e-3)
+    found = effective_attention(attention, value, mask)
+    expected = reference.effective_attention(attention, value, mask)
+    assert reference.relative_errors(found, expected).max() <= 1e-12
 
 
 @pytest.mark.parametrize("name", ["causal", "window with padding", "random", "empty rows"])

@@ -161,7 +161,8 @@ def factor_values(values: Tensor, gram: Tensor, keys: Tensor, rtol: float) -> Wh
     Args:
         values: `[..., K, E]` float64, finite; leading dimensions may be expanded.
         gram: `[..., E, E]` float64, `valuesᵀ values` over the keys of each problem.
-        keys: `[..., K]` bool, the keys of each problem; values elsewhere play no part.
+        keys: `[..., K]` bool, the keys of each problem, leading dimensions broadcast; values
+            elsewhere play no part.
         rtol: a singular value of V counts when it exceeds `rtol` times the largest.
 
     Returns:
@@ -169,28 +170,39 @@ def factor_values(values: Tensor, gram: Tensor, keys: Tensor, rtol: float) -> Wh
         rows are independent has `rank` equal to its number of keys.
     """
     width = values.shape[-1]
-    sizes = keys.sum(-1)
+    leading = gram.shape[:-2]
+    few = keys.sum(-1) <= width
     flat_gram = gram.reshape(-1, width, width)
-    if not bool((sizes <= width).any()):
+    if not bool(few.any()):
         return whiten(flat_gram, rtol)
     factor = torch.zeros_like(flat_gram)
     rank = torch.zeros(flat_gram.shape[0], dtype=torch.int64, device=gram.device)
     orthonormal = torch.zeros_like(rank, dtype=torch.bool)
 
-    short = (sizes <= width).reshape(-1)
-    doubtful = short.new_zeros(short.shape)
-    if short.any():
-        first = keys.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :width]
-        real = keys.gather(-1, first)
-        taken = torch.take_along_dim(values, first[..., None], dim=-2) * real[..., None]
-        taken, real = taken.flatten(end_dim=-3)[short], real.flatten(end_dim=-2)[short]
-        result = whiten_short(taken, real, rtol)
-        factor[short, :, : first.shape[-1]] = result.factor
-        rank[short], orthonormal[short] = result.rank, result.orthonormal
-        doubtful = short & ~orthonormal
+    short = few.expand(leading).reshape(-1)
+    position, real = (part.expand(*leading, -1) for part in _positions(keys & few[..., None]))
+    taken = torch.take_along_dim(values, position[..., None], dim=-2) * real[..., None]
+    taken, real = taken.flatten(end_dim=-3)[short], real.flatten(end_dim=-2)[short]
+    result = whiten_short(taken, real, rtol)
+    factor[short, :, : real.shape[-1]] = result.factor
+    rank[short], orthonormal[short] = result.rank, result.orthonormal
+    doubtful = short & ~orthonormal
     for chosen, solve in ((~short, whiten), (doubtful, whiten_spectral)):
         if chosen.any():
             result = solve(flat_gram[chosen], rtol)
             factor[chosen], rank[chosen] = result.factor, result.rank
             orthonormal[chosen] = result.orthonormal
     return Whitening(factor, rank, orthonormal)
+
+
+def _positions(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the keys of each problem, first ones first, and which slots are taken."""
+    # by nonzero: memory goes with the number of keys, where a sort takes `[..., K]` integers
+    flat = keys.flatten(end_dim=-2)
+    problem, position = flat.nonzero(as_tuple=True)
+    sizes = flat.sum(-1)
+    slot = torch.arange(len(problem), device=keys.device) - (sizes.cumsum(0) - sizes)[problem]
+    first = torch.zeros((len(flat), int(sizes.max())), dtype=torch.int64, device=keys.device)
+    taken = torch.zeros_like(first, dtype=torch.bool)
+    first[problem, slot], taken[problem, slot] = position, True
+    return first.unflatten(0, keys.shape[:-1]), taken.unflatten(0, keys.shape[:-1])

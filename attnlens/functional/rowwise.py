@@ -17,7 +17,7 @@ from torch import Tensor
 from attnlens.functional.factor import Whitening, factor_values
 from attnlens.functional.support import Support
 
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 16 << 20
 _REFINEMENTS = 2
 _ROWS_PER_GROUP = 4
 
@@ -186,7 +186,7 @@ class RowwiseBasis:
     def _factor(self, values: Tensor, keys: Tensor, gram: Tensor) -> Whitening:
         heads, groups, width = gram.shape[:3]
         whitening = factor_values(
-            values[:, None].expand(-1, groups, -1, -1), gram, keys.expand(heads, -1, -1), self.rtol
+            values[:, None].expand(-1, groups, -1, -1), gram, keys[None], self.rtol
         )
         return Whitening(
             whitening.factor.reshape(heads, groups, width, width),
@@ -223,7 +223,7 @@ class RowwiseBasis:
 
     def _groups_per_chunk(self, values: Tensor) -> int:
         heads, keys, width = values.shape
-        return max(1, _CHUNK_BYTES // (8 * heads * width * max(2 * width, keys // 8, 1)))
+        return max(1, _CHUNK_BYTES // (8 * (heads * width * width + keys)))
 
 
 def _batches(
@@ -260,9 +260,11 @@ def _interval_batches(
 
 def _members(group: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Rows that belong to the chosen groups, and the position of their group in `chosen`."""
-    match = group[:, None] == chosen
-    rows, local = match.nonzero(as_tuple=True)
-    return rows, local
+    position = torch.full((int(group.max()) + 1,), -1, device=group.device)
+    position[chosen] = torch.arange(len(chosen), device=group.device)
+    local = position[group]
+    rows = (local >= 0).nonzero()[:, 0]
+    return rows, local[rows]
 
 
 def _masked_grams(values: Tensor, keys: Tensor) -> Tensor:

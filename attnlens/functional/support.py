@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnlens.errors import InputError
 
-_CHUNK_ELEMENTS = 1 << 22
+_CHUNK_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)

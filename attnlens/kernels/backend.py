@@ -1,8 +1,8 @@
 """The choice between the PyTorch and the Triton kernels."""
 
+import os
 from functools import cache
 from importlib import import_module
-from types import ModuleType
 from typing import Literal
 
 import torch
@@ -50,10 +50,9 @@ def resolve(
 
 def _obstacle(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
     """Return why Triton cannot run a call, or None."""
-    triton = _triton()
-    if triton is None:
+    if not _triton_imports():
         return "Triton cannot be imported (pip install triton)"
-    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+    if device.type != "cuda" and not interpreting():
         return f"it needs CUDA tensors, these are on {device}"
     if dtype == torch.float64:
         return "its kernels do not take float64"
@@ -63,8 +62,14 @@ def _obstacle(device: torch.device, dtype: torch.dtype, width: int) -> str | Non
 
 
 @cache
-def _triton() -> ModuleType | None:
+def _triton_imports() -> bool:
     try:
-        return import_module("triton")
+        import_module("triton")
     except ImportError:
-        return None
+        return False
+    return True
+
+
+def interpreting() -> bool:
+    """Return whether Triton was told to interpret its kernels, which it then does on a CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}

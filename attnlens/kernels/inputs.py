@@ -92,7 +92,8 @@ def broadcastable(
         boolean: Whether it must be boolean (a mask) or floating point (a bias).
 
     Returns:
-        A view with four dimensions, the last of size K, the others 1 or full; or None.
+        A view with four dimensions, the last of size K, the others full, or 1 where nothing
+        depends on them; or None.
 
     Raises:
         InputError: If its type is wrong or it does not broadcast.
@@ -110,4 +111,8 @@ def broadcastable(
             f"{name} must be {kind} and broadcast to {list(shape)}. "
             f"Got {tensor.dtype} {list(tensor.shape)}"
         )
-    return tensor.reshape(sizes).expand(*sizes[:3], shape[3])
+    tensor = tensor[(None,) * (4 - tensor.ndim)]
+    for dim in range(3):
+        if tensor.stride(dim) == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor.expand(*tensor.shape[:3], shape[3])

@@ -37,7 +37,7 @@ def gram_factor(
         rtol: σ_k counts towards the rank if σ_k > rtol · σ_1, by default
             max(n, E) · eps(float32) with n the number of real keys. G cannot resolve
             σ_k / σ_1 below about 1e-7.
-        extremes: Also give σ_max and σ_min. On a CPU this adds a third to the time.
+        extremes: Also give σ_max and σ_min. On a CPU this adds half to the time.
         backend: ``"auto"``, ``"torch"`` or ``"triton"``.
 
     Returns:

@@ -13,14 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnlens.kernels import torch_gram
 from attnlens.kernels.results import GramFactor, GramSVD
 from attnlens.kernels.triton_jacobi import descending_place, jacobi
 
 EPSILON32 = tl.constexpr(torch.finfo(torch.float32).eps)
 EPSILON64 = tl.constexpr(torch.finfo(torch.float64).eps)
-
-# A bound of cond² below which one pass leaves UᵀU right to 1e-8.
-SAFE_CONDITION = tl.constexpr(1e8)
+SAFE_CONDITION = tl.constexpr(torch_gram.SAFE_CONDITION)
 
 # Two matrix-vector products each. Sets how closely σ_max and σ_min are estimated.
 POWER_ITERATIONS = 32
@@ -163,7 +162,7 @@ def gram_factor_kernel(
     cutoff = tl.maximum(tolerance * tolerance, WIDTH * EPSILON64)  # of λ / λ_1
     trace = tl.sum(tl.sum(tl.where(row == column, gram, 0.0), axis=1), axis=0)
 
-    place = index  # of each column of the whitening factor; any order does when all are kept
+    spoilt = trace - trace  # NaN if a value is not finite
     whitening, rank = eliminate(gram, cutoff, WIDTH, BLOCK)
     # ‖V‖_F ‖W‖_F bounds σ_1 / σ_E from above: below 1 / rtol the rank is full by any definition.
     condition_bound = trace * tl.sum(tl.sum(whitening * whitening, axis=1), axis=0)
@@ -172,17 +171,17 @@ def gram_factor_kernel(
         largest = spectral_norm(gram, BLOCK, ITERATIONS)
         inverse = spectral_norm(whitening, BLOCK, ITERATIONS)  # of σ_min
         smallest = 1.0 / (inverse * inverse)
+        tl.store(whitening_out + tile + column, whitening + spoilt, mask=inside)
     else:
         noise = trace * (WIDTH * EPSILON64)  # of the entries of G
         eigenvalue, vectors = jacobi(gram, 0.0 * trace, noise, WIDTH, BLOCK, SWEEPS)
-        place = descending_place(eigenvalue, BLOCK)
         largest = tl.maximum(tl.max(eigenvalue, axis=0), 0.0)
         kept = eigenvalue > largest * cutoff
         rank = tl.sum(kept.to(tl.int32), axis=0)
         smallest = tl.min(tl.where(kept, eigenvalue, largest), axis=0)
         scale = tl.where(kept, 1.0 / tl.sqrt(tl.where(kept, eigenvalue, 1.0)), 0.0)
         whitening = vectors * scale[None, :]
-        # A second pass: eps · cond² in UᵀU becomes eps · cond. Unused columns stay zero.
+        # A second pass over the values: eps · cond² in UᵀU becomes eps · cond.
         gram, _ = stream_gram(
             value,
             keys,
@@ -197,11 +196,19 @@ def gram_factor_kernel(
             BLOCK,
             BLOCK_TOKENS,
         )
-        gram += tl.where((row == column) & (kept[None, :] == 0), 1.0, 0.0)
-        correction, _ = eliminate(gram, 0.0 * trace, WIDTH, BLOCK)
-        whitening = tl.dot(whitening, correction, out_dtype=tl.float64)
-    spoilt = trace - trace  # NaN if a value is not finite
-    tl.store(whitening_out + tile + place[None, :], whitening + spoilt, mask=inside)
+        unused = tl.where((row == column) & (kept[None, :] == 0), 1.0, 0.0)
+        correction, _ = eliminate(gram + unused, 0.0 * trace, WIDTH, BLOCK)
+        # Through memory: two tiles of 128 × 128 float64 do not fit in shared memory together.
+        tl.store(whitening_out + tile + column, whitening, mask=inside)
+        tl.debug_barrier()
+        place = descending_place(eigenvalue, BLOCK)
+        for start in range(0, WIDTH, BLOCK_TOKENS):
+            part = start + tl.arange(0, BLOCK_TOKENS)[:, None]
+            rows = whitening_out + program * WIDTH * WIDTH + part * WIDTH
+            within = (part < WIDTH) & (column < WIDTH)
+            product = tl.dot(tl.load(rows + column, mask=within, other=0.0), correction)
+            tl.debug_barrier()
+            tl.store(rows + place[None, :], product + spoilt, mask=within)
     tl.store(rank_out + program, rank.to(tl.int64))
     tl.store(sigma_max_out + program, tl.sqrt(largest) + spoilt)
     tl.store(sigma_min_out + program, tl.sqrt(smallest) + spoilt)

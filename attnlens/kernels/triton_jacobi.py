@@ -23,7 +23,7 @@ def jacobi(gram, shift, least, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SWEEPS:
     while (sweep < SWEEPS) & (cosine > 1e-20):  # convergence is quadratic: the next were 1e-40
         cosine = tl.full((), 0.0, tl.float64)
         for turn in range(BLOCK - 1):
-            columns, turned = rotate(columns, round_robin(index, turn, BLOCK), BLOCK)
+            columns, turned = rotate(columns, turn, BLOCK)
             cosine = tl.maximum(cosine, turned)
         sweep += 1
     square = tl.sum(columns * columns, axis=0)
@@ -55,21 +55,20 @@ def cholesky(gram, least, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def round_robin(index, turn, BLOCK: tl.constexpr):
-    """Return each column's partner in one of the BLOCK − 1 rounds in which all pairs meet."""
+def rotate(columns, turn, BLOCK: tl.constexpr):
+    """Return the columns, rotated against their partners, and the largest cosine² before.
+
+    Partners meet as in a tournament: in the BLOCK − 1 turns of a sweep every pair meets once.
+    """
+    index = tl.arange(0, BLOCK)
     partner = (2 * turn + BLOCK - 1 - index) % (BLOCK - 1)
     partner = tl.where(partner == index, BLOCK - 1, partner)
-    return tl.where(index == BLOCK - 1, turn, partner)
-
-
-@triton.jit
-def rotate(columns, partner, BLOCK: tl.constexpr):
-    """Return the columns, rotated against their partners, and the largest cosine² before."""
+    partner = tl.where(index == BLOCK - 1, turn, partner)
     other = tl.gather(columns, tl.broadcast_to(partner[None, :], (BLOCK, BLOCK)), axis=1)
     square = tl.sum(columns * columns, axis=0)
     other_square = tl.gather(square, partner, axis=0)
     inner = tl.sum(columns * other, axis=0)
-    first = tl.arange(0, BLOCK) < partner
+    first = index < partner
     apart = inner * inner > 1e-32 * square * other_square  # not orthogonal to rounding yet
     difference = tl.where(first, other_square - square, square - other_square)
     zeta = difference / tl.where(apart, 2.0 * inner, 1.0)

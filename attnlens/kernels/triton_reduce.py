@@ -12,6 +12,9 @@ from attnlens.kernels.torch_reduce import entries
 
 BLOCK_Q, BLOCK_K = 64, 64
 
+# Beyond every place in the map.
+NOWHERE = tl.constexpr(1 << 62)
+
 
 def effective_reduce(
     coordinates: Tensor, basis: Tensor, *, top_k: int, maps: bool
@@ -107,7 +110,7 @@ def effective_reduce_kernel(
             least = tl.min(kept, axis=0)
             while largest > least:
                 slot = tl.min(tl.where(kept == least, slots, BLOCK_TOP), axis=0)
-                found = tl.where(waiting == largest, place, queries.to(tl.int64) * keys)
+                found = tl.where(waiting == largest, place, NOWHERE)
                 first = tl.min(tl.min(found, axis=1), axis=0)
                 kept = tl.where(slots == slot, largest, kept)
                 kept_place = tl.where(slots == slot, first, kept_place)

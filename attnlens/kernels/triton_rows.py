@@ -7,13 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnlens.kernels.backend import interpreting
 from attnlens.kernels.results import RowStatistics
+from attnlens.kernels.torch_rows import MASKED
 
 # With 8 warps these spill no registers to speak of on Hopper, in any precision, up to D = R = 128.
 BLOCK_Q, BLOCK_K = 64, 32
 
-# Logits below this are masked: what is added to hide a key is far smaller, a true logit larger.
-HIDDEN = tl.constexpr(-5e29)
+# Logits below this are masked.
+HIDDEN = tl.constexpr(MASKED / 2)
 
 
 def row_statistics(
@@ -96,7 +98,7 @@ def _native_dot(query: Tensor, key: Tensor) -> bool:
     if query.dtype != key.dtype or query.dtype not in {torch.float16, torch.bfloat16}:
         return False
     # Triton's interpreter multiplies the bits of bfloat16 as integers.
-    return query.dtype == torch.float16 or not triton.knobs.runtime.interpret
+    return query.dtype == torch.float16 or not interpreting()
 
 
 @triton.jit

@@ -29,9 +29,6 @@ from attnlens.model.tap import LayerOrder
 class Listener(Protocol):
     """What is told of layers."""
 
-    def wants_layer(self, layer: LayerCapture) -> bool:
-        """Tell whether a layer concerns it."""
-
     def begin_forward(self, inputs: Mapping[str, Any]) -> None:
         """Open a forward pass."""
 
@@ -99,7 +96,8 @@ class LayerTap:
         self._tokens_first: dict[str, bool] = {}
         self._attached = False
         self._roots: list[_Root] = []
-        self._open = False
+        self._open = self._graph = False
+        self._order = LayerOrder()
         self._clear()
 
     def attach(self, stack: ExitStack) -> None:
@@ -266,8 +264,7 @@ class LayerTap:
             layer.name, stack, index, hidden, output, mask, rerun, running.link, chosen
         )
         for listener in self._listeners:
-            if listener.wants_layer(capture):
-                listener.update_layer(capture)
+            listener.update_layer(capture)
         if not chosen:
             return
         if running.link == "first":

@@ -51,7 +51,7 @@ class LayerCall:
         Returns:
             The call and the hidden state it was given, or None if no argument can be one.
         """
-        given = {**dict(enumerate(args)), **kwargs}
+        given: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
         hidden = given.get("hidden_states")
         if not isinstance(hidden, Tensor):
             tensors = (value for value in given.values() if isinstance(value, Tensor))

@@ -18,10 +18,10 @@ from attnlens.functional.statistics import (
     RowSums,
     null_space_sums,
     pearson,
-    row_sums,
 )
-from attnlens.kernels import Backend, row_statistics
+from attnlens.kernels import Backend
 from attnlens.observers.base import SumObserver, Sums
+from attnlens.observers.rows import recomputed_context, streamed_rows
 
 Fields = Literal["all", "null_space"]
 
@@ -140,9 +140,9 @@ class HeadStatistics(SumObserver):
             context = capture.context
             if output is not None and output.factor is not None:
                 context = context.double() @ output.factor.to(context.device)
-            rows = _stream_rows(capture, self.backend) if self.fields == "all" else None
+            rows = streamed_rows(capture, self.backend) if self.fields == "all" else None
         else:
-            rows, context = _recompute(capture, self.fields == "all")
+            rows, context = recomputed_context(capture, self.fields == "all", self.backend)
         space = capture.prepared_values(grouped=True)
         gram = None
         if output is not None and output.factor is None:
@@ -187,40 +187,6 @@ class HeadStatistics(SumObserver):
                 AttnLensWarning,
                 stacklevel=3,
             )
-
-
-def _stream_rows(capture: Capture, backend: Backend) -> RowSums:
-    """Row sums in one streaming pass; no attention matrix is built."""
-    query, key, scaling = capture.query, capture.grouped_key, capture.scaling
-    if capture.streams and query is not None and key is not None and scaling is not None:
-        masking = capture.masking
-        rows = row_statistics(
-            query,
-            key,
-            mask=masking.mask,
-            bias=masking.bias,
-            causal=masking.causal,
-            scaling=scaling,
-            backend=backend,
-        )
-        total = torch.isfinite(rows.logsumexp).double()  # a row with keys sums to one
-        return RowSums(total, rows.square_sum.double(), rows.entropy.double())
-    blocks = [row_sums(attention) for _, attention in capture.attention_chunks()]
-    return RowSums(*(torch.cat(parts, -1) for parts in zip(*blocks, strict=True)))
-
-
-def _recompute(capture: Capture, wanted: bool) -> tuple[RowSums | None, Tensor]:
-    """Recompute `O = A V` in float64 from float32 attention rows, with their sums."""
-    values = capture.prepared_values()
-    sums, context = [], []
-    for _, attention in capture.attention_chunks():
-        sums.append(row_sums(attention) if wanted else None)
-        context.append(attention.double() @ values)
-    joined = torch.cat(context, -2)
-    if not wanted:
-        return None, joined
-    present = [block for block in sums if block is not None]
-    return RowSums(*(torch.cat(parts, -1) for parts in zip(*present, strict=True))), joined
 
 
 def _sums(capture: Capture, space: NullSpaceSums, rows: RowSums | None, active: Tensor) -> Sums:

@@ -82,7 +82,8 @@ class HiddenTokenAttributionResult:
     Tensors are float64 on the CPU, with one row per layer and one column per label; NaN where
     there was no such token. Means are corrected for the bias of the sketch, so single values may
     leave `[0, 1]` by about their error. Errors are standard errors of the sketch alone, not of
-    the choice of texts: zero where exact, NaN with a single probe.
+    the choice of texts: zero where exact, NaN with a single probe, and rather too large for means
+    over tokens, whose errors partly cancel.
 
     Attributes:
         layers: `(stack, layer)` of each of the L rows.
@@ -221,10 +222,6 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
         self._passes: Counter[str] = Counter()
         self._chains: list[tuple[str, Tensor, list[_Step]]] = []
         self._labels: Tensor | None = None
-
-    def wants_layer(self, layer: LayerCapture) -> bool:
-        """Take every layer: those below a chosen one are on the way to it."""
-        return True
 
     def begin_forward(self, inputs: Mapping[str, Any]) -> None:
         """Find the labels of the tokens to come.
@@ -395,10 +392,17 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
     def _keep_matrices(
         self, stack: str, layers: tuple[int, ...], attribution: Attribution, mask: Tensor
     ) -> None:
-        parts = (attribution.contribution, attribution.norm, attribution.standard_error, mask)
-        positions = (attribution.sources, attribution.targets)
-        tensors = (tensor.to("cpu", copy=True) for tensor in (*parts, *positions))
-        matrices = AttributionMatrices(stack, layers, *tensors, reverse=attribution.reverse)
+        matrices = AttributionMatrices(
+            stack,
+            layers,
+            contribution=attribution.contribution.cpu(),
+            norm=attribution.norm.cpu(),
+            standard_error=attribution.standard_error.cpu(),
+            mask=mask.to("cpu", copy=True),
+            sources=attribution.sources.cpu(),
+            targets=attribution.targets.cpu(),
+            reverse=attribution.reverse,
+        )
         self._require_room([matrices])
         self.matrices.append(matrices)
 

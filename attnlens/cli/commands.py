@@ -1,0 +1,183 @@
+"""`attnlens report` and `attnlens demo`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import attnlens
+from attnlens import demo as packaged
+from attnlens.cli.examples import read_examples
+from attnlens.cli.run import FIELDS, Run, Settings, measure
+from attnlens.errors import AttnLensError, AttnLensWarning, InputError
+from attnlens.model.loading import TextModel, load_text_model
+from attnlens.report.terminal import explanation, head_table
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+Field = Annotated[str, typer.Option("--field", help=f"Quantity to show: {', '.join(FIELDS)}.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", metavar="DIR", help="Write safetensors and JSON into this folder."),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"attnlens {attnlens.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Look at the part of attention that can influence the output."""
+
+
+@app.command()
+def report(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL_OR_PATH", help="A local folder, or a name on the Hub.")
+    ],
+    text: Annotated[
+        str, typer.Option("--text", metavar="FILE", help="UTF-8 text; - is standard input.")
+    ],
+    lines: Annotated[
+        bool,
+        typer.Option("--lines", help="One example per line. Otherwise blank lines separate them."),
+    ] = False,
+    field: Field = "effective_fraction",
+    as_json: AsJson = False,
+    output: Output = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Examples at once.")] = 8,
+    max_length: Annotated[
+        int | None,
+        typer.Option("--max-length", help="Tokens per example; by default the model's limit."),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option("--layers", help="Indices or module names, as in 0,3,-1; by default all."),
+    ] = None,
+) -> None:
+    """Run text through a model and show one number per attention head."""
+    with _plain_errors():
+        _check(field, output)
+        settings = Settings(text, lines, batch_size, max_length, _layers(layers))
+        examples = read_examples(text, lines)
+        run = _run(_loaded(model), examples, settings)
+        _deliver(run, field, as_json, output)
+
+
+@app.command()
+def demo(
+    field: Field = "effective_fraction", as_json: AsJson = False, output: Output = None
+) -> None:
+    """Show the heads of a packaged MiniLM sentence encoder reading twelve paragraphs."""
+    with _plain_errors():
+        _check(field, output)
+        model = replace(_loaded(str(packaged.model_folder())), name=packaged.MODEL)
+        run = _run(model, packaged.paragraphs(), Settings(packaged.TEXT))
+        if not as_json:
+            layers, heads = run.statistics.rank.shape
+            print(
+                f"You are looking at the {layers} × {heads} attention heads of a sentence encoder "
+                f"while it reads {run.examples} short paragraphs, one number per head.\n"
+            )
+        _deliver(run, field, as_json, output)
+
+
+def _say(message: str) -> None:
+    """Tell the person, on standard error, so that standard output holds the result alone."""
+    Console(stderr=True, highlight=False).print(message, soft_wrap=True)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Turn errors that attnlens raises on purpose into one line and exit code 2."""
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, AttnLensWarning):
+            _say(f"[yellow]note:[/] {escape(str(message))}")
+        else:
+            others(message, category, *place, **more)
+
+    others = warnings.showwarning
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", AttnLensWarning)
+            warnings.showwarning = show
+            yield
+    except AttnLensError as error:
+        _say(f"[red]error:[/] {escape(str(error))}")
+        raise typer.Exit(2) from error
+
+
+def _check(field: str, output: Path | None) -> None:
+    """Refuse what would fail only after the run."""
+    if field not in FIELDS:
+        raise InputError(f"No field {field!r}. There are: {', '.join(FIELDS)}.")
+    if output is not None:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"Cannot make the folder {output}: {error.strerror}.") from error
+
+
+def _layers(text: str | None) -> tuple[int | str, ...] | None:
+    """Read `0,3,-1` or module names."""
+    if text is None:
+        return None
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names:
+        raise InputError(f"layers must be indices or module names, as in 0,3,-1. Got {text!r}.")
+    return tuple(int(name) if name.lstrip("-").isdecimal() else name for name in names)
+
+
+def _loaded(name: str) -> TextModel:
+    with Console(stderr=True).status(f"Loading {escape(name)} …"):
+        return load_text_model(name)
+
+
+def _run(model: TextModel, examples: Sequence[str], settings: Settings) -> Run:
+    columns = (TextColumn("Reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=len(examples))
+        run = measure(model, examples, settings, lambda count: progress.advance(task, count))
+    if run.truncated:
+        limit = settings.max_length or model.longest
+        _say(
+            f"[yellow]note:[/] {run.truncated} of {run.examples} examples were longer than "
+            f"{limit} tokens and were cut there."
+        )
+    return run
+
+
+def _deliver(run: Run, field: str, as_json: bool, output: Path | None) -> None:
+    """Write and print a run."""
+    if output is not None:
+        run.write(output)
+        _say(f"Written to {escape(str(output))}.")
+    if as_json:
+        print(run.to_json())
+        return
+    console = Console(highlight=False)
+    console.print(head_table(run.statistics, field, console.width))
+    console.print(f"\n{escape(explanation(run.statistics, field))}")
+    tokens = run.statistics.tokens.nanmean().item()
+    console.print(f"{run.examples} examples of {tokens:.0f} tokens on average, {escape(run.model)}")

@@ -1,0 +1,107 @@
+"""Attention rows without an attention matrix: their sums, and outputs recomputed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attnlens.capture import Capture
+from attnlens.functional.factor import default_rtol
+from attnlens.functional.nullspace import shared_basis
+from attnlens.functional.statistics import RowSums, row_sums
+from attnlens.kernels import Backend, row_statistics
+
+
+def streamed_rows(capture: Capture, backend: Backend) -> RowSums:
+    """Sum every attention row without building the matrix.
+
+    Args:
+        capture: the call.
+        backend: see :mod:`attnlens.kernels`.
+
+    Returns:
+        The sums, each `[B, H, Q]` float64.
+    """
+    if capture.streams:
+        return _stream_rows(capture, backend)[0]
+    return _joined(row_sums(attention) for _, attention in capture.attention_chunks())
+
+
+def _stream_rows(
+    capture: Capture, backend: Backend, basis: Tensor | None = None
+) -> tuple[RowSums, Tensor]:
+    """Row sums and coordinates in a basis from queries and keys, in one pass."""
+    query, key, scaling = capture.query, capture.grouped_key, capture.scaling
+    assert query is not None and key is not None and scaling is not None
+    masking = capture.masking
+    rows = row_statistics(
+        query,
+        key,
+        basis,
+        mask=masking.mask,
+        bias=masking.bias,
+        causal=masking.causal,
+        scaling=scaling,
+        backend=backend,
+    )
+    total = torch.isfinite(rows.logsumexp).double()  # a row with keys sums to one
+    sums = RowSums(total, rows.square_sum.double(), rows.entropy.double())
+    return sums, total if rows.coordinates is None else rows.coordinates
+
+
+def recomputed_context(
+    capture: Capture, sums: bool, backend: Backend
+) -> tuple[RowSums | None, Tensor]:
+    """Recompute `O = A V` without the dropout and the rounding of the model's own.
+
+    The basis U of the values is perfectly conditioned, so that float32 is enough for coordinates
+    `C = A U`; the rest, `O = C (UᵀV)`, is small and done in float64.
+
+    Args:
+        capture: the call.
+        sums: whether row sums are wanted too.
+        backend: see :mod:`attnlens.kernels`.
+
+    Returns:
+        The row sums or None, and O `[B, H, Q, E]` float64 in the space of
+        :meth:`~attnlens.Capture.prepared_values`.
+    """
+    if not (capture.streams and capture.support.shared):
+        return _blockwise(capture, sums)
+    # examples that are not finite are left out later; a factorisation must not meet them
+    values = torch.nan_to_num(capture.prepared_values(), 0.0, 0.0, 0.0)
+    rtol = default_rtol(*values.shape[-2:])
+    basis = shared_basis(values, capture.support, rtol, like=capture.value).basis
+    rows = None
+    if sums or capture.bias is not None:
+        rows, coordinates = _stream_rows(capture, backend, basis)
+    else:
+        query, key = (t.to(basis.dtype) for t in (capture.query, capture.key) if t is not None)
+        coordinates = scaled_dot_product_attention(
+            query,
+            key,
+            basis,
+            attn_mask=capture.masking.mask,
+            is_causal=capture.masking.causal,
+            scale=capture.scaling,
+        )
+    context = coordinates.double() @ (basis.double().mT @ values)
+    return (rows if sums else None), context
+
+
+def _blockwise(capture: Capture, sums: bool) -> tuple[RowSums | None, Tensor]:
+    """The same for any attention, from blocks of A."""
+    values = capture.prepared_values()
+    blocks, context = [], []
+    for _, attention in capture.attention_chunks():
+        if sums:
+            blocks.append(row_sums(attention))
+        context.append(attention.double() @ values)
+    return (_joined(blocks) if sums else None), torch.cat(context, -2)
+
+
+def _joined(blocks: Iterable[RowSums]) -> RowSums:
+    return RowSums(*(torch.cat(parts, -1) for parts in zip(*blocks, strict=True)))

@@ -1,0 +1,156 @@
+"""What HeadStatistics adds to a forward pass, and what the same numbers cost otherwise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.linalg import null_space, svdvals
+from torch import Tensor
+
+from attnlens import HeadStatistics, Lens, Observer, Recording
+from attnlens.capture import Capture
+from attnlens.functional import effective_attention
+from benchmarks.models import Inputs, bert, tokens
+from benchmarks.registry import Check, Comparison, Step, case, seconds
+
+# BERT-base as published; fewer layers cost the same in relation to the forward pass.
+LAYERS = int(os.environ.get("ATTNLENS_BENCHMARK_LAYERS", "12"))
+
+
+class Idle(Observer):
+    """Sees every capture and does nothing with it."""
+
+    def update(self, capture: Capture) -> None:
+        """Look away."""
+
+    def compute(self) -> None:
+        """Nothing."""
+
+    def reset(self) -> None:
+        """Nothing."""
+
+    def merge(self, other: Observer) -> Observer:
+        """Nothing."""
+        return self
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Nothing."""
+
+
+@case("statistics")
+def steps() -> Iterator[Step]:
+    """HeadStatistics at BERT-base shape, batch 4 × 512, against the bare SDPA forward."""
+    inputs = tokens(4, 512, padded=True)
+    model, eager = bert(LAYERS), bert(LAYERS, implementation="eager")
+    yield from _checks(model, inputs)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return model(**inputs)
+
+    def looked(observer: Observer) -> Callable[[], Any]:
+        def run() -> Any:
+            with Lens(model, observer), torch.no_grad():
+                return model(**inputs)
+
+        return run
+
+    def with_attentions() -> Any:
+        with torch.no_grad():
+            return eager(**inputs, output_attentions=True)
+
+    bare, idle, null_fields, every, attentions = seconds(
+        forward,
+        looked(Idle()),
+        looked(HeadStatistics(fields="null_space")),
+        looked(HeadStatistics()),
+        with_attentions,
+    )
+    setting = f"{LAYERS} layers, 4 × 512"
+    for subject, value in (
+        ("capture alone", idle),
+        ("null-space fields", null_fields),
+        ("every field", every),
+        ("eager with output_attentions", attentions),
+    ):
+        yield Comparison(setting, subject, value, "bare SDPA forward", bare, ratio_is="cost")
+    yield Comparison(
+        setting,
+        "null-space fields, forward included",
+        null_fields,
+        "eager forward with output_attentions",
+        attentions,
+        ratio_is="cost",
+    )
+
+
+@case("null_space_fields")
+def null_space_steps() -> Iterator[Step]:
+    """Null-space fields of one layer `[2, 12, 512, 64]` against a scipy loop over its heads."""
+    (capture,) = _captures(bert(1), tokens(2, 512))
+    observer = HeadStatistics(fields="null_space")
+    observer.update(capture)
+    ours = observer.compute()
+    theirs = scipy_fields(capture)
+    for name, reference in theirs.items():
+        error = (getattr(ours, name)[0] - reference).abs() / reference.abs()
+        yield Check(f"{name} against the scipy loop", float(error.max()), 1e-5)
+    fast, loop = seconds(lambda: observer.update(capture), lambda: scipy_fields(capture), repeats=3)
+    yield Comparison("n = 512", "null-space fields", fast, "scipy loop", loop)
+
+
+def scipy_fields(capture: Capture) -> dict[str, Tensor]:
+    """The textbook way: A, a null space per head, and the norms of what remains."""
+    attention, value = capture.attention().double().numpy(), capture.value.double().numpy()
+    weight = capture.projection
+    assert weight is not None
+    batch, heads, _, _, _ = capture.shape
+    fields = {name: np.zeros((batch, heads)) for name in ("nullity", "effective_norm")}
+    fields["output_norm"] = np.zeros((batch, heads))
+    fields["condition"] = np.zeros((batch, heads))
+    for example in range(batch):
+        for head in range(heads):
+            reached = value[example, head] @ weight[head].double().numpy()
+            free = null_space(value[example, head].T)
+            rows = attention[example, head]
+            fields["nullity"][example, head] = free.shape[1]
+            fields["effective_norm"][example, head] = np.linalg.norm(rows - rows @ free @ free.T)
+            fields["output_norm"][example, head] = np.linalg.norm(rows @ reached)
+            sigma = svdvals(reached)[: value.shape[-1]]
+            fields["condition"][example, head] = sigma[0] / sigma[-1]
+    return {name: torch.from_numpy(field.mean(0)) for name, field in fields.items()}
+
+
+def _checks(model: Any, inputs: Inputs) -> Iterator[Step]:
+    """Outputs unchanged, and statistics equal to those of dense matrices, on one layer."""
+    with torch.no_grad():
+        plain = model(**inputs).last_hidden_state
+        observer = HeadStatistics(layers=[0])
+        with Lens(model, observer):
+            looked = model(**inputs).last_hidden_state
+    yield Check("outputs with a lens attached", float((plain - looked).abs().max()), 0.0)
+    capture = _captures(model, inputs)[0]
+    attention = capture.attention().double()
+    effective = effective_attention(attention, capture.value.double(), capture.mask)
+    real = capture.real_rows[..., None]
+    raw_norm = (attention * real).flatten(2).norm(dim=-1).mean(0)
+    norm = (effective * real).flatten(2).norm(dim=-1).mean(0)
+    result = observer.compute()
+    for name, dense in (("attention_norm", raw_norm), ("effective_norm", norm)):
+        error = (getattr(result, name)[0] - dense).abs() / dense
+        yield Check(f"{name} against dense matrices", float(error.max()), 1e-5)
+
+
+def _captures(model: Any, inputs: Inputs) -> list[Capture]:
+    recording = Recording(layers=[0])
+    with Lens(model, recording), torch.no_grad():
+        model(**inputs)
+    return recording.compute()

@@ -1,0 +1,77 @@
+"""The benchmark runner: no speed without a passed check."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+
+from benchmarks import __main__ as runner
+from benchmarks.registry import CASES, Check, Comparison, case, seconds
+
+
+@pytest.fixture
+def cases(monkeypatch):
+    """An empty registry for the duration of a test."""
+    monkeypatch.setattr(runner.pkgutil, "iter_modules", lambda path: [])
+    kept = dict(CASES)
+    CASES.clear()
+    yield CASES
+    CASES.clear()
+    CASES.update(kept)
+
+
+def register(name, error):
+    @case(name)
+    def steps():
+        """What it measures."""
+        yield Check("ours against theirs", error, 1e-5)
+        yield Comparison("n = 8", "ours", 2.0, "theirs", 6.0)
+
+
+def test_no_speed_is_printed_after_a_failed_check(cases, capsys):
+    register("wrong", 1e-3)
+    assert runner.main([]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED ours against theirs: 1.0e-03" in printed and "×" not in printed
+
+
+def test_an_error_that_is_no_number_fails(cases):
+    register("nan", float("nan"))
+    assert runner.main([]) == 1
+
+
+def test_figures_follow_a_passed_check(cases, capsys, tmp_path):
+    register("right", 1e-7)
+    assert runner.main(["right", "--json", str(tmp_path / "figures.json")]) == 0
+    assert "n = 8: ours 2 s, theirs 6 s: 3 ×" in capsys.readouterr().out
+    document = json.loads((tmp_path / "figures.json").read_text())
+    assert document["machine"]["torch"]
+    assert document["cases"][0]["checks"][0]["passed"] is True
+    assert document["cases"][0]["comparisons"][0]["ratio"] == 3.0
+
+
+def test_a_cost_is_the_inverse_of_a_gain():
+    assert Comparison("", "ours", 2.0, "theirs", 1.0, ratio_is="cost").ratio == 2.0
+
+
+def test_an_unknown_case_is_named(cases, capsys):
+    register("right", 0.0)
+    with pytest.raises(SystemExit, match="2"):
+        runner.main(["wrong"])
+    assert "no case wrong; there are: right" in capsys.readouterr().err
+
+
+def test_functions_are_timed_in_turn():
+    calls = []
+    times = seconds(lambda: calls.append("a"), lambda: calls.append("b"), repeats=2, warm_up=1)
+    assert calls == ["a", "b"] * 3
+    assert len(times) == 2 and min(times) >= 0
+
+
+def test_effective_attention_is_a_case_and_its_first_check_passes():
+    steps = importlib.import_module("benchmarks.effective_attention").steps()
+    assert CASES["effective_attention"].summary.startswith("Maps")
+    check = next(steps)
+    assert isinstance(check, Check) and check.bar == 1e-5 and check.passed

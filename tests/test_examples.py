@@ -1,0 +1,40 @@
+"""Every example runs as it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(example: str, *arguments: str) -> str:
+    finished = subprocess.run(
+        [sys.executable, ROOT / "examples" / example, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_quickstart_prints_a_table_of_six_layers():
+    lines = run("quickstart.py").splitlines()
+    assert lines[0] == "effective fraction"
+    assert [line.split()[:2] for line in lines[2:]] == [["layer", str(i)] for i in range(6)]
+    assert all(len(line.split()) == 2 + 12 for line in lines[2:])
+
+
+def test_quickstart_is_the_example_of_the_readme():
+    code = (ROOT / "examples" / "quickstart.py").read_text().split('"""\n', 1)[1].strip()
+    assert code in (ROOT / "README.md").read_text()
+
+
+def test_picture_draws_every_head(tmp_path):
+    run("picture.py", str(tmp_path / "heads.svg"))
+    drawing = (tmp_path / "heads.svg").read_text()
+    assert len(re.findall(r">\d\.\d{3}</text>", drawing)) == 6 * 12
+    assert "@font-face" not in drawing
