@@ -28,8 +28,10 @@ from attnlens.observers import (
     EffectiveAttention,
     HeadStatistics,
     HiddenTokenAttribution,
+    MapTraining,
     Observer,
     Recording,
+    TokenIdentifiability,
     TokenSaliency,
 )
 
@@ -46,6 +48,8 @@ __all__ = [
     "EffectiveAttention",
     "HiddenTokenAttribution",
     "TokenSaliency",
+    "TokenIdentifiability",
+    "MapTraining",
     "Recording",
     # identifiability of one attention call
     "identifiability",

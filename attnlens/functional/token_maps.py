@@ -109,7 +109,7 @@ def identified(
         offset: the right target of token i is that of token `i + offset`, which must exist.
 
     Returns:
-        `[L, S, K]` bool; False where there is no token or no target.
+        `[L, S, K]` bool; False where there is no token, no target or no finite guess.
     """
     candidates = target
     if distance == "cosine":
@@ -119,7 +119,8 @@ def identified(
         closeness = 2 * closeness - target.square().sum(-1)[:, None]
     nearest = closeness.masked_fill(~mask[:, None], -torch.inf).argmax(-1)  # [L, S, K]
     found = torch.take_along_dim(target[None], nearest[..., None], 2)  # [L, S, K, M]
-    return (found == target.roll(-offset, 1)).all(-1) & has_neighbour(mask, offset)
+    right = (found == target.roll(-offset, 1)).all(-1) & guess.isfinite().all(-1)
+    return right & has_neighbour(mask, offset)
 
 
 def has_neighbour(mask: Tensor, offset: int) -> Tensor:

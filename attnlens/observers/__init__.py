@@ -8,7 +8,12 @@ from attnlens.observers.hidden_token_attribution import (
     HiddenTokenAttribution,
     HiddenTokenAttributionResult,
 )
+from attnlens.observers.map_training import MapTraining
 from attnlens.observers.recording import Recording
+from attnlens.observers.token_identifiability import (
+    TokenIdentifiability,
+    TokenIdentifiabilityResult,
+)
 from attnlens.observers.token_saliency import TokenSaliency, TokenSaliencyResult
 
 __all__ = [
@@ -20,8 +25,11 @@ __all__ = [
     "HiddenTokenAttribution",
     "HiddenTokenAttributionResult",
     "LayerObserver",
+    "MapTraining",
     "Observer",
     "Recording",
+    "TokenIdentifiability",
+    "TokenIdentifiabilityResult",
     "TokenSaliency",
     "TokenSaliencyResult",
 ]
