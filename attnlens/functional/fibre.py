@@ -70,9 +70,14 @@ class Heads:
 
     def take(self, index: Tensor) -> "Heads":
         """Return some of the heads."""
-        bias = None if self.bias is None else self.bias[index]
-        tensors = (self.query, self.key, self.value, self.visible)
-        return Heads(*(tensor[index] for tensor in tensors), bias, scale=self.scale)
+        return Heads(
+            self.query[index],
+            self.key[index],
+            self.value[index],
+            self.visible[index],
+            None if self.bias is None else self.bias[index],
+            scale=self.scale,
+        )
 
     def centred_logits(self, step: Tensor) -> Tensor:
         """Return the change of logits along a step, less its mean under A, [N, Q, K]."""

@@ -102,10 +102,10 @@ class _State:
     @classmethod
     def of(cls, named: dict[str, Tensor]) -> _State:
         """The state from named tensors."""
-        lists: dict[str, Any] = {n.partition(".")[0]: [] for n in named if "." in n}
+        entries: dict[str, Any] = {n: t for n, t in named.items() if "." not in n}
         for name in sorted(name for name in named if "." in name):
-            lists[name.partition(".")[0]].append(named[name])
-        return cls(**lists, **{name: entry for name, entry in named.items() if "." not in name})
+            entries.setdefault(name.partition(".")[0], []).append(named[name])
+        return cls(**entries)
 
     def keep(self, chosen: Tensor) -> None:
         """Let some of the live layers go on and stop the others."""

@@ -4,45 +4,32 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from attnlens.capture import LayerCapture
-from attnlens.errors import AttnLensError, AttnLensWarning, InputError, UnsupportedAttentionError
-from attnlens.functional.token_maps import Distance, MapKind, NormalEquations, normal_equations
-from attnlens.observers.base import LayerKey, LayerObserver, SumObserver, Sums
+from attnlens.errors import AttnLensError, AttnLensWarning, InputError
+from attnlens.functional.token_maps import Distance, MapKind, NormalEquations
+from attnlens.observers.base import LayerKey
 from attnlens.observers.map_training import MapTraining
+from attnlens.observers.token_collector import ENTERED, SPLITS, Labels, TokenCollector
 from attnlens.observers.token_rates import (
     Counts,
     Maps,
     Target,
     fit_maps,
+    held_out,
     recovery_rate,
     solve_maps,
     stored_equations,
-    test_sequences,
-    tokens_of,
 )
-from attnlens.observers.token_store import (
-    TEST,
-    TRAIN,
-    VALIDATION,
-    PackedTokens,
-    TokenStore,
-    fingerprint,
-)
+from attnlens.observers.token_store import TEST, TRAIN, VALIDATION, TokenStore
 
-Labels = Tensor | Callable[[Mapping[str, Any]], Tensor] | None
 Solver = Literal["auto", "adam", "closed"]
-
-_ENTERED = -1  # the layer under which sums over what entered the first one are kept
-_SPLITS = ("train", "validation", "test")
-_STORE = "store."
 
 
 @dataclass(frozen=True)
@@ -108,17 +95,7 @@ class TokenIdentifiabilityResult:
         }
 
 
-@dataclass(eq=False)
-class _Chain:
-    """What one run of a stack has left so far: its input and the outputs of chosen layers."""
-
-    stack: str
-    entered: Tensor  # [B, K, M]
-    mask: Tensor
-    left: dict[int, Tensor] = field(default_factory=dict)
-
-
-class TokenIdentifiability(SumObserver, LayerObserver):
+class TokenIdentifiability(TokenCollector):
     """Rates at which input tokens are recovered from the hidden states of every layer.
 
     While the model runs, sequences with their hidden states are collected, up to a limit beyond
@@ -183,29 +160,27 @@ class TokenIdentifiability(SumObserver, LayerObserver):
         positions: int = 512,
         training: MapTraining | None = None,
     ) -> None:
-        super().__init__(layers)
-        if len(split) != 3 or min(split) <= 0 or abs(sum(split) - 1) > 1e-9:
-            raise InputError(f"split must be three positive shares that sum to one. Got {split}.")
         if rescaling < 1 or not 0 <= angle <= 180 or neighbours < 0 or positions < 1:
             raise InputError(
                 f"rescaling must be at least 1, angle in [0, 180], neighbours at least 0 and "
                 f"positions at least 1. Got {rescaling}, {angle}, {neighbours}, {positions}."
             )
         self._choose(map, distance, solver)
-        self.words = words
-        self.offsets = tuple(o for o in range(-neighbours, neighbours + 1) if o)
-        self.labels = labels
+        super().__init__(
+            layers,
+            words=words,
+            offsets=tuple(offset for offset in range(-neighbours, neighbours + 1) if offset),
+            labels=labels,
+            split=split,
+            seed=seed,
+            positions=positions,
+            streams=self.closed,
+            stored=(TEST,) if self.closed or map == "naive" else (TRAIN, VALIDATION, TEST),
+            store=TokenStore(max_tokens, max_bytes, folder),
+        )
         self.label_names = tuple(label_names)
         self.rescaling, self.angle = rescaling, angle
-        self.split = split
-        self.seed = seed
-        self.positions = positions
         self.training = MapTraining() if training is None else training
-        self.store = TokenStore(max_tokens, max_bytes, folder)
-        self.streams = self.closed
-        self.stored = (TEST,) if self.closed or map == "naive" else (TRAIN, VALIDATION, TEST)
-        self._chains: list[_Chain] = []
-        self._inputs: Mapping[str, Any] = {}
 
     def using(
         self,
@@ -216,6 +191,8 @@ class TokenIdentifiability(SumObserver, LayerObserver):
         training: MapTraining | None = None,
     ) -> TokenIdentifiability:
         """Return an observer with another map that shares what this one has collected.
+
+        Give a lens only one of them.
 
         Args:
             map: see the class.
@@ -239,46 +216,6 @@ class TokenIdentifiability(SumObserver, LayerObserver):
             )
         return other
 
-    def begin_forward(self, inputs: Mapping[str, Any]) -> None:
-        """Take note of the token ids to come.
-
-        Args:
-            inputs: the model's arguments by name.
-        """
-        self._chains, self._inputs = [], inputs
-
-    def update_layer(self, layer: LayerCapture) -> None:
-        """Keep what entered the first layer and what left each until the pass ends.
-
-        Args:
-            layer: the call.
-
-        Raises:
-            UnsupportedAttentionError: if a layer changes the number or the width of the tokens.
-        """
-        if layer.link == "first" or not self._chains or self._chains[-1].stack != layer.stack:
-            self._chains.append(_Chain(layer.stack, layer.hidden, layer.mask))
-        chain = self._chains[-1]
-        if layer.output.dim() != 3 or layer.output.shape != chain.entered.shape:
-            raise UnsupportedAttentionError(
-                f"{layer.name} leaves {list(layer.output.shape)} of {list(chain.entered.shape)} "
-                f"that entered {layer.stack}, so its tokens are not those of the input."
-            )
-        if layer.chosen and (self.layers is None or layer.layer in self.layers):
-            chain.left[layer.layer] = layer.output
-
-    def end_forward(self, completed: bool) -> None:
-        """Collect the sequences of a completed pass.
-
-        Args:
-            completed: False if the pass was interrupted; nothing is then collected.
-        """
-        chains, self._chains = self._chains, []
-        inputs, self._inputs = self._inputs, {}
-        for chain in chains if completed else ():
-            if chain.left:
-                self._collect(chain, inputs)
-
     def compute(self) -> TokenIdentifiabilityResult:
         """Train the maps and count what they identify.
 
@@ -288,13 +225,15 @@ class TokenIdentifiability(SumObserver, LayerObserver):
         Raises:
             AttnLensError: if no sequence was seen, or a split is empty.
         """
-        keys = self._layer_keys()
-        entered = {name: t.cpu() for name, t in self.sums[(keys[0][0], _ENTERED)].items()}
-        for name, count in zip(_SPLITS, entered["sequences"], strict=True):
-            if not count:
+        keys = self.layer_keys()
+        entered = {name: t.cpu() for name, t in self.sums[(keys[0][0], ENTERED)].items()}
+        for place, name in enumerate(SPLITS):
+            seen = int(entered["sequences"][place])
+            if not seen or (place in self.stored and not self.store.shards(place)):
                 raise AttnLensError(
-                    f"None of the {int(entered['sequences'].sum())} sequences seen is in the "
-                    f"{name} split. Run more text through the model, or change seed or split."
+                    f"The {name} split is empty: {seen} of {int(entered['sequences'].sum())} "
+                    f"sequences seen belong to it. Run more text through the model, or change "
+                    f"seed, split or max_tokens."
                 )
         if entered["skipped"] > 0:
             warnings.warn(
@@ -303,20 +242,12 @@ class TokenIdentifiability(SumObserver, LayerObserver):
                 AttnLensWarning,
                 stacklevel=2,
             )
-        layers = len(keys)
         own = self._fit(0, keys)
-        counts = Counts(own.parameters, self.distance, len(self.label_names))
         mean_entered = entered["position_sum"] / entered["position_count"][:, None]
-        generator = torch.Generator().manual_seed(self.seed)
-        for batch in test_sequences(self.store):
-            counts.add(
-                batch,
-                mean_entered=mean_entered.float(),
-                rescaling=self.rescaling,
-                angle=self.angle,
-                generator=generator,
-            )
-        neighbours = [self._recovered(offset, keys) for offset in self.offsets]
+        layers = len(keys)
+        neighbours = torch.empty(layers, 0, dtype=torch.float64)
+        if self.offsets:
+            neighbours = torch.stack([self._recovered(o, keys) for o in self.offsets], 1)
         return TokenIdentifiabilityResult(
             tuple(keys),
             self.map,
@@ -325,53 +256,27 @@ class TokenIdentifiability(SumObserver, LayerObserver):
             self.offsets,
             sequences=entered["sequences"],
             tokens=entered["tokens"],
-            neighbours=torch.stack(neighbours, 1)
-            if neighbours
-            else torch.zeros(layers, 0).double(),
+            neighbours=neighbours,
             words=self._recovered("words", keys),
             loss=own.loss.double().expand(layers),
             epochs=own.epochs.double().expand(layers),
             ridge=own.ridge.double().expand(layers),
-            **counts.rates(),
+            **self._counts(own, mean_entered.float()).rates(),
         )
 
-    def reset(self) -> None:
-        """Forget everything seen, and remove the files."""
-        super().reset()
-        self.store.clear()
-
-    def merge(self, other: TokenIdentifiability) -> TokenIdentifiability:
-        """Add what another observer has seen.
-
-        Args:
-            other: of the same settings; left unchanged.
-
-        Returns:
-            This observer.
-
-        Raises:
-            InputError: if the other differs in seed, split or what it collects.
-        """
-        for name in ("seed", "split", "streams", "offsets", "positions", "label_names"):
-            if getattr(self, name) != getattr(other, name):
-                raise InputError(
-                    f"Observers with different {name} cannot be merged. Got "
-                    f"{getattr(self, name)!r} and {getattr(other, name)!r}."
-                )
-        super().merge(other)
-        self.store.merge(other.store)
-        return self
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the sums and the sequences on the CPU; in memory, also from a folder."""
-        stored = {f"{_STORE}{name}": t for name, t in self.store.state_dict().items()}
-        return super().state_dict() | stored
-
-    def _add_state(self, state: Mapping[str, Tensor]) -> None:
-        super()._add_state({n: t for n, t in state.items() if not n.startswith(_STORE)})
-        self.store.add_state({
-            n.removeprefix(_STORE): t for n, t in state.items() if n.startswith(_STORE)
-        })
+    def _counts(self, own: Maps, mean_entered: Tensor) -> Counts:
+        """Count the hits of maps among the test sequences."""
+        counts = Counts(own.parameters, self.distance, len(self.label_names))
+        generator = torch.Generator().manual_seed(self.seed)
+        for batch in held_out(self.store):
+            counts.add(
+                batch,
+                mean_entered=mean_entered,
+                rescaling=self.rescaling,
+                angle=self.angle,
+                generator=generator,
+            )
+        return counts
 
     def _choose(self, map: MapKind, distance: Distance, solver: Solver) -> None:
         if map not in ("naive", "linear", "mlp") or distance not in ("cosine", "l2"):
@@ -388,25 +293,6 @@ class TokenIdentifiability(SumObserver, LayerObserver):
         self.map: MapKind = map
         self.distance: Distance = distance
         self.closed = solvable and solver != "adam"
-
-    def _layer_keys(self) -> list[LayerKey]:
-        """The layers seen, of one stack."""
-        keys = [key for key in self.ordered() if key[1] != _ENTERED]
-        stacks = list(dict.fromkeys(stack for stack, _ in keys))
-        if not keys:
-            raise AttnLensError(
-                "TokenIdentifiability has seen no complete forward pass of the layers it was "
-                "asked for. Run the model inside `with Lens(...)`, and check `layers`."
-            )
-        if len(stacks) > 1:
-            raise AttnLensError(
-                f"Tokens of different stacks were seen: {', '.join(stacks)}. Look at one of them: "
-                f"pass Lens the part of the model, or kinds=."
-            )
-        return keys
-
-    def _targets(self) -> tuple[Target, ...]:
-        return (0, *self.offsets, *(("words",) if self.words is not None else ()))
 
     def _fit(self, target: Target, keys: list[LayerKey]) -> Maps:
         """Fit the maps of all layers to a target."""
@@ -429,115 +315,9 @@ class TokenIdentifiability(SumObserver, LayerObserver):
 
     def _recovered(self, target: Target, keys: list[LayerKey]) -> Tensor:
         """Rate at which a target other than the own input embedding is recovered, `[L]`."""
-        entered = self.sums[(keys[0][0], _ENTERED)]
+        entered = self.sums[(keys[0][0], ENTERED)]
         width, words = entered["position_sum"].shape[1], int(entered["word_width_max"])
         if target == "words" and (not words or (self.map == "naive" and words != width)):
             return torch.full((len(keys),), torch.nan, dtype=torch.float64)
         maps = self._fit(target, keys)
         return recovery_rate(self.store, maps.parameters, target, self.distance)
-
-    def _collect(self, chain: _Chain, inputs: Mapping[str, Any]) -> None:
-        """Take the sequences of one run of a stack."""
-        layers = self._same_layers(chain)
-        mask, left = chain.mask, [chain.left[layer] for layer in layers]
-        hidden = torch.stack([chain.entered, *left])[:, mask]  # [L + 1, N, M]
-        ids = inputs.get("input_ids")
-        ids = ids if isinstance(ids, Tensor) and ids.shape == mask.shape else None
-        content = chain.entered[mask].half() if ids is None else ids[mask]
-        lengths = mask.sum(1)
-        places = [
-            fingerprint(part.numpy().tobytes(), self.seed)
-            for part in content.cpu().split(lengths.tolist())
-        ]
-        packed = PackedTokens(
-            hidden,
-            self._word_embeddings(ids, mask),
-            self._token_labels(inputs, mask),
-            lengths,
-            torch.tensor([priority for _, priority in places], device=mask.device),
-            torch.tensor([self._split_of(place) for place, _ in places], device=mask.device),
-        )
-        finite = torch.ones_like(mask)
-        finite[mask] = hidden.isfinite().all(-1).all(0)
-        skipped = ~finite.all(1)
-        packed = packed.select(~skipped & (lengths > 0))
-        self.add((chain.stack, _ENTERED), self._entered_sums(packed, skipped.sum()))
-        for layer, sums in zip(layers, self._layer_sums(packed), strict=True):
-            self.add((chain.stack, layer), sums)
-        wanted = torch.isin(packed.split, torch.tensor(self.stored, device=mask.device))
-        self.store.extend(packed.select(wanted).cpu().sequences())
-
-    def _same_layers(self, chain: _Chain) -> list[int]:
-        """The layers of a run, which must be those of the runs before."""
-        layers = sorted(chain.left)
-        known = sorted(i for stack, i in self.sums if stack == chain.stack and i != _ENTERED)
-        if known and known != layers:
-            raise UnsupportedAttentionError(
-                f"Layers {layers} of {chain.stack} ran where {known} had run before. Turn off "
-                f"LayerDrop, for instance with model.eval()."
-            )
-        return layers
-
-    def _split_of(self, place: float) -> int:
-        train, validation, _ = self.split
-        return TRAIN if place < train else VALIDATION if place < train + validation else TEST
-
-    def _word_embeddings(self, ids: Tensor | None, mask: Tensor) -> Tensor:
-        """Word embeddings of the real tokens, `[N, W]`."""
-        if self.words is None:
-            return torch.zeros(int(mask.sum()), 0, device=mask.device)
-        if ids is None:
-            raise InputError(
-                f"words needs the model to be called with input_ids {list(mask.shape)}. Pass "
-                f"them, or leave words out."
-            )
-        return self.words(ids).detach()[mask]
-
-    def _token_labels(self, inputs: Mapping[str, Any], mask: Tensor) -> Tensor:
-        """Labels of the real tokens, `[N]`."""
-        labels = self.labels(inputs) if callable(self.labels) else self.labels
-        if labels is None:
-            return torch.zeros(int(mask.sum()), dtype=torch.int64, device=mask.device)
-        if labels.shape != mask.shape:
-            raise InputError(
-                f"labels must have the shape of the tokens, {list(mask.shape)}. "
-                f"Got {list(labels.shape)}."
-            )
-        return labels.to(mask.device, torch.int64)[mask]
-
-    def _entered_sums(self, packed: PackedTokens, skipped: Tensor) -> Sums:
-        """Numbers of sequences and tokens by split, and train input embeddings by position."""
-        splits = torch.arange(len(_SPLITS), device=packed.split.device)
-        members = (packed.split[:, None] == splits).double()  # [S, 3]
-        ends = packed.lengths.cumsum(0)
-        starts = (ends - packed.lengths).repeat_interleave(packed.lengths)
-        position = torch.arange(len(starts), device=starts.device) - starts
-        known = (packed.split == TRAIN).repeat_interleave(packed.lengths)
-        known &= position < self.positions
-        entered = packed.hidden[0, known].double()
-        total = entered.new_zeros(self.positions, entered.shape[1])
-        return {
-            "sequences": members.sum(0),
-            "tokens": (members * packed.lengths[:, None]).sum(0),
-            "skipped": skipped.double(),
-            "word_width_max": torch.tensor(packed.words.shape[1], dtype=torch.float64),
-            "position_sum": total.index_add_(0, position[known], entered),
-            "position_count": position[known].bincount(minlength=self.positions).double(),
-        }
-
-    def _layer_sums(self, packed: PackedTokens) -> list[Sums]:
-        """Normal equations of the train and validation splits, `[2, …]` each, for each layer."""
-        layers = range(len(packed.hidden) - 1)
-        sums: list[Sums] = [{"tokens": packed.lengths.sum().double()} for _ in layers]
-        if not self.streams:
-            return sums
-        for target in self._targets():
-            parts = [
-                normal_equations(*tokens_of(packed.select(packed.split == split), target))
-                for split in (TRAIN, VALIDATION)
-            ]
-            for name, *entries in zip(NormalEquations._fields, *parts, strict=True):
-                for layer in layers:
-                    both = torch.stack([entry[layer] for entry in entries])
-                    sums[layer][f"{target}.{name}"] = both
-        return sums

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -55,7 +55,7 @@ class Maps(NamedTuple):
     ridge: Tensor
 
 
-class TestSequences(NamedTuple):
+class HeldOut(NamedTuple):
     """Padded sequences of the test split.
 
     Attributes:
@@ -65,8 +65,6 @@ class TestSequences(NamedTuple):
         labels: `[S, K]`; −1 where there is no token.
         mask: `[S, K]` bool.
     """
-
-    __test__ = False
 
     hidden: Tensor
     entered: Tensor
@@ -162,7 +160,7 @@ def stored_equations(store: TokenStore, split: int, target: Target) -> NormalEqu
     return NormalEquations(*(torch.stack(entries).sum(0) for entries in zip(*parts, strict=True)))
 
 
-def test_sequences(store: TokenStore) -> Iterator[TestSequences]:
+def held_out(store: TokenStore) -> Iterator[HeldOut]:
     """Visit the test split, sequences of similar length together.
 
     Args:
@@ -197,7 +195,7 @@ class Counts:
 
     def add(
         self,
-        batch: TestSequences,
+        batch: HeldOut,
         *,
         mean_entered: Tensor,
         rescaling: float,
@@ -276,7 +274,7 @@ def recovery_rate(
     """
     hits, tokens = torch.zeros(()), torch.zeros((), dtype=torch.float64)
     offset = 0 if target == "words" else target
-    for batch in test_sequences(store):
+    for batch in held_out(store):
         candidates = batch.words if target == "words" else batch.entered
         guess = _guess(parameters, batch.hidden)
         found = identified(guess, candidates, batch.mask, distance, offset)
@@ -285,11 +283,11 @@ def recovery_rate(
     return hits / tokens
 
 
-def _loaded(shard: partial[PackedTokens], target: Target) -> Tokens:
+def _loaded(shard: Callable[[], PackedTokens], target: Target) -> Tokens:
     return tokens_of(shard(), target)
 
 
-def _padded(sequences: list[TokenSequence]) -> TestSequences:
+def _padded(sequences: list[TokenSequence]) -> HeldOut:
     def padded(name: str, value: float = 0.0) -> Tensor:
         parts = [getattr(sequence, name) for sequence in sequences]
         return pad_sequence(parts, batch_first=True, padding_value=value)
@@ -298,7 +296,7 @@ def _padded(sequences: list[TokenSequence]) -> TestSequences:
     hidden = hidden.movedim(2, 0).contiguous()  # [L + 1, S, K, M]
     lengths = torch.tensor([sequence.tokens for sequence in sequences])
     mask = torch.arange(hidden.shape[2]) < lengths[:, None]
-    return TestSequences(hidden[1:], hidden[0], padded("words"), padded("labels", -1), mask)
+    return HeldOut(hidden[1:], hidden[0], padded("words"), padded("labels", -1), mask)
 
 
 def _guess(parameters: Parameters, hidden: Tensor) -> Tensor:
@@ -306,11 +304,11 @@ def _guess(parameters: Parameters, hidden: Tensor) -> Tensor:
     return apply_map(parameters, hidden.flatten(1, 2)).unflatten(1, hidden.shape[1:3])
 
 
-def _hits(guess: Tensor, *, batch: TestSequences, distance: Distance) -> Tensor:
+def _hits(guess: Tensor, *, batch: HeldOut, distance: Distance) -> Tensor:
     return identified(guess, batch.entered, batch.mask, distance)
 
 
-def _by_position(batch: TestSequences, mean_entered: Tensor) -> Tensor:
+def _by_position(batch: HeldOut, mean_entered: Tensor) -> Tensor:
     """The mean input embedding at each position, `[1, S, K, M]`."""
     count, length = batch.mask.shape
     known = min(length, len(mean_entered))

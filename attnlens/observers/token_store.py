@@ -19,6 +19,7 @@ from attnlens.errors import AttnLensWarning, InputError
 
 TRAIN, VALIDATION, TEST = range(3)
 _SHARD_BYTES = 2**27
+_ALL = 2**63 - 1  # above every priority, and an int64
 
 
 class TokenSequence(NamedTuple):
@@ -184,7 +185,7 @@ class TokenStore:
         self._buffer: list[TokenSequence] = []
         self._kept: list[tuple[int, int]] = []  # heap of (−priority, tokens)
         self._tokens = 0
-        self._cut = 2**63  # priorities from here on are not kept
+        self._cut = _ALL  # priorities from here on are not kept
 
     def extend(self, sequences: Iterable[TokenSequence]) -> None:
         """Offer sequences.
@@ -202,7 +203,7 @@ class TokenStore:
             while self._tokens > self._capacity(sequence):
                 self._evict()
         if self._cut < cut:
-            if cut == 2**63:
+            if cut == _ALL:
                 warnings.warn(
                     "There are more tokens than may be kept; a random sample of the sequences is. "
                     "Raise max_tokens or max_bytes, or give a folder, to keep more.",
@@ -255,7 +256,7 @@ class TokenStore:
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything kept as named tensors; in memory, also from a folder."""
         sequences = [sequence for packed in self.packed() for sequence in packed.sequences()]
-        cut = {"cut": torch.tensor(self._cut - 1)}  # 2⁶³ is no int64
+        cut = {"cut": torch.tensor(self._cut)}
         return cut | (PackedTokens.of(sequences)._asdict() if sequences else {})
 
     def add_state(self, state: Mapping[str, Tensor]) -> None:
@@ -264,7 +265,7 @@ class TokenStore:
         Args:
             state: of :meth:`state_dict`.
         """
-        self._lower(int(state["cut"]) + 1)
+        self._lower(int(state["cut"]))
         if "hidden" in state:
             self.extend(PackedTokens(*(state[name] for name in PackedTokens._fields)).sequences())
 
