@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attnlens.functional.nullspace import working_dtype
+from attnlens.functional.values import working_dtype
 
 EmptyRows = Literal["zero", "uniform"]
 

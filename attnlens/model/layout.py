@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -152,4 +153,4 @@ def _fold(tensor: Tensor, axis: int, heads: int, split: bool) -> Tensor:
         tensor = tensor.unflatten(axis, (-1, heads))
         axis += 1
     moved = tensor.movedim(axis, -3)
-    return moved.reshape(-1, *moved.shape[-3:])
+    return moved.reshape(math.prod(moved.shape[:-3]), *moved.shape[-3:])
