@@ -27,14 +27,22 @@ from attnlens.heads import (
     pruning_curve,
     save_pruned,
 )
+from attnlens.identify import (
+    identifiability,
+    realisability_rank,
+    simplex_witness,
+    softmax_witness,
+)
 from attnlens.lens import Lens, record
 from attnlens.observers import (
     EffectiveAttention,
     HeadImportance,
     HeadStatistics,
     HiddenTokenAttribution,
+    MapTraining,
     Observer,
     Recording,
+    TokenIdentifiability,
     TokenSaliency,
 )
 from attnlens.training import monitor
@@ -59,7 +67,14 @@ __all__ = [
     "EffectiveAttention",
     "HiddenTokenAttribution",
     "TokenSaliency",
+    "TokenIdentifiability",
+    "MapTraining",
     "Recording",
+    # identifiability of one attention call
+    "identifiability",
+    "simplex_witness",
+    "softmax_witness",
+    "realisability_rank",
     # training
     "LensCallback",
     "monitor",

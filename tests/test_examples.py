@@ -38,3 +38,12 @@ def test_picture_draws_every_head(tmp_path):
     drawing = (tmp_path / "heads.svg").read_text()
     assert len(re.findall(r">\d\.\d{3}</text>", drawing)) == 6 * 12
     assert "@font-face" not in drawing
+
+
+def test_fine_tuning_ends_with_a_row_for_each_layer():
+    lines = run("fine_tune.py").splitlines()
+    table = lines[lines.index("layer  effective fraction  entropy  importance") + 1 :][:6]
+    rows = [[float(number) for number in line.split()] for line in table]
+    assert [row[0] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert all(0 < row[1] < 1 and row[2] > 0 and row[3] > 0 for row in rows)
+    assert any("'attnlens/entropy/layer_05/mean'" in line for line in lines)

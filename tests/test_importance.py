@@ -33,7 +33,6 @@ from tests.hooks import hooks, is_clean, patched
 from tests.reference import effective_attention
 
 GATED = ["bert", "roberta", "distilbert", "vit", "t5"]
-LENGTHS = (19, 6)
 
 
 class Gradients(GradientObserver):
@@ -207,11 +206,12 @@ def test_attention_outside_the_interface(name: str) -> None:
         assert (found[layer] / expected - 1).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["bert", "t5", "deberta", "torch"])
+@pytest.mark.parametrize(
+    ("name", "reentrant"),
+    [(name, mode) for name in ("bert", "t5", "deberta") for mode in (False, True)]
+    + [("torch", True)],  # it checkpoints in one way only
+)
 def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
-    if name == "torch" and not reentrant:
-        pytest.skip("the model checkpoints in one way only")
     traced = {"deberta": _deberta, "torch": _torch_encoder}
     model = traced[name]() if name in traced else models.build(name).double()
     inputs = models.text_inputs()
@@ -347,7 +347,7 @@ def test_a_nan_loss_spoils_nothing() -> None:
 def test_padding_counts_nowhere() -> None:
     """Even where the loss depends on padded positions."""
     model = models.build("bert").double()
-    short, padded = models.text_inputs((6,)), models.text_inputs((19, 6))
+    short = models.text_inputs((6,))
     alone = importance(model, short)
     ids = torch.cat([short["input_ids"], torch.full((1, 5), 7)], 1)
     mask = (torch.arange(11) < 6).long()[None]
@@ -358,7 +358,6 @@ def test_padding_counts_nowhere() -> None:
     found = observer.compute()
     assert torch.allclose(found.token_importance, alone.token_importance, rtol=1e-9, atol=0)
     assert torch.allclose(found.importance, alone.importance, rtol=1e-9, atol=0)
-    assert padded["input_ids"].shape[1] == 19
 
 
 def test_positions_that_the_loss_does_not_use_are_not_counted() -> None:
@@ -477,10 +476,8 @@ def test_a_context_changed_in_place_is_an_error() -> None:
             return self.linear(context.mul_(2))
 
     model = InPlace()
-    loss = None
     with pytest.raises(CaptureError, match="in place"), Lens(model, HeadImportance()):
-        loss = model(torch.randn(1, 3, 4)).sum()
-        loss.backward()
+        model(torch.randn(1, 3, 4)).sum().backward()
     assert is_clean(model)
 
 

@@ -34,6 +34,7 @@ UPPER = {  # parts that people meet; lower ones must not know them
     "lens": {"errors", "capture", "kernels", "model", "observers", "report"},
     "storage": {"errors", "observers"},
     "verdict": None,
+    "identify": {"errors", "functional", "capture"},
     "demo": None,
     "heads": None,
     "training": None,

@@ -34,6 +34,7 @@ from attnlens import (
     monitor,
 )
 from attnlens.training.files import NAME
+from tests import models
 from tests.finetuning import NO_DROPOUT, Sentences, classifier, losses, scalars, trainer
 from tests.hooks import hooks, is_clean, patched
 
@@ -359,8 +360,9 @@ def test_weights_that_became_nan_are_skipped_and_counted(tmp_path: Path) -> None
 
 def test_an_epoch_without_a_look_warns(tmp_path: Path) -> None:
     callback = LensCallback(every_n_steps=100)
-    with pytest.warns(AttnLensWarning, match="every_n_steps=100 looked at no step of an epoch"):
-        trainer(tmp_path, callback, num_train_epochs=2).train()
+    with pytest.warns(AttnLensWarning, match="every_n_steps=100 looked at no step") as caught:
+        trainer(tmp_path, callback, num_train_epochs=3).train()
+    assert len([one for one in caught if one.category is AttnLensWarning]) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error", AttnLensWarning)
         trainer(tmp_path, LensCallback(every_n_steps=6), num_train_epochs=2).train()
@@ -427,6 +429,8 @@ def test_nothing_is_left_after_an_exception(
     again = trainer(tmp_path, callback)  # the callback can be used again
     again.train()
     assert is_clean(again.model) and len(scalars(again)) == 3
+    # The steps of the training that was aborted belong to no log of the next.
+    assert all(logs["attnlens/HeadStatistics/examples"] == 8 for logs in scalars(again).values())
 
 
 def test_a_removed_callback_looks_no_more(tmp_path: Path) -> None:
@@ -568,6 +572,16 @@ def test_monitor_of_evaluations_only() -> None:
             with torch.no_grad():
                 model(**Sentences().batch(0, 1))
     assert heads.observers[0].compute().examples.eq(4).all()
+
+
+def test_several_stacks_are_told_apart() -> None:
+    model = models.build("clip")
+    with monitor(model, every=1, on="both", quantities=["entropy"]) as heads:
+        model(**models.inputs("clip"))
+        names = [name for name in heads.scalars() if name.endswith("mean")]
+    assert len(names) == len(set(names)) == 2 * LAYERS
+    stacks = {name.split("/")[2] for name in names}
+    assert len(stacks) == 2 and not any("*" in stack or ".." in stack for stack in stacks)
 
 
 def test_monitor_that_saw_nothing_warns() -> None:

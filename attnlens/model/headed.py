@@ -95,12 +95,14 @@ class HeadedLayer:
     Attributes:
         layer: the layer, the first one where several share the weights.
         root: qualified name of the smallest module that holds attention and output projection.
+        scope: the same, or the attention module where the root holds other attention as well.
         weights: weights before the context, and W_O.
         arguments: arguments of the attention module.
     """
 
     layer: LayerHeads
     root: str
+    scope: str
     weights: tuple[HeadedWeight, ...]
     arguments: tuple[HeadedArgument, ...]
 
@@ -111,6 +113,7 @@ class _Trail:
 
     layer: LayerHeads
     root: str
+    scope: str
     weights: list[tuple[nn.Module, str]]
     arguments: dict[str | int, Tensor] = field(default_factory=dict)
     received: Tensor | None = None
@@ -196,7 +199,8 @@ def _trail(modules: dict[str, nn.Module], layer: LayerHeads, sites: set[str]) ->
     root = _common_ancestor(layer.site, layer.name)
     prefix = f"{root}." if root else ""
     alone = not any(s != layer.site and s.startswith(prefix) for s in sites)
-    module = modules[root if alone else layer.site]
+    scope = root if alone else layer.site
+    module = modules[scope]
     for inner in module.modules():
         _require_plain(inner, layer)
     weights = [
@@ -205,7 +209,7 @@ def _trail(modules: dict[str, nn.Module], layer: LayerHeads, sites: set[str]) ->
         for name, parameter in inner.named_parameters(recurse=False)
         if parameter.is_floating_point() and not _is_shared_table(module, inner)
     ]
-    return _Trail(layer, root, weights)
+    return _Trail(layer, root, scope, weights)
 
 
 def _common_ancestor(site: str, projection: str) -> str:
@@ -303,7 +307,8 @@ def _headed(trail: _Trail, site: nn.Module) -> HeadedLayer:
     ]
     if computes_position_bias(site) and not arguments:
         arguments.append(HeadedArgument("position_bias", 1, torch.eye(layer.heads).bool()))
-    return HeadedLayer(layer, trail.root, (*weights, output_weight(layer)), tuple(arguments))
+    weights.append(output_weight(layer))
+    return HeadedLayer(layer, trail.root, trail.scope, tuple(weights), tuple(arguments))
 
 
 def output_dim(module: nn.Module) -> int | None:

@@ -21,7 +21,7 @@ from attnlens.model.layout import HEAD_COUNTS
 
 RECORD = "attnlens_pruned"
 _KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads")
-_INNER_WIDTHS = ("all_head_size", "inner_dim", "split_size")
+_INNER_WIDTHS = ("all_head_size", "embed_dim", "inner_dim", "split_size")
 _SIZES: dict[type[nn.Module], dict[int, str]] = {
     nn.Linear: {0: "out_features", 1: "in_features"},
     Conv1D: {0: "nx", 1: "nf"},
@@ -158,7 +158,9 @@ class Cut:
             if name == "weight" and noted:
                 self._set(module, noted, len(kept))
 
-    def _count_heads(self, headed: HeadedLayer, pruned: Sequence[int]) -> dict[str, dict[str, int]]:
+    def _count_heads(
+        self, headed: HeadedLayer, pruned: Sequence[int]
+    ) -> dict[nn.Module, dict[str, int]]:
         """Adjust attributes that count heads; returns their new values by module."""
         layer = headed.layer
         left = layer.heads - len(pruned)
@@ -167,12 +169,12 @@ class Cut:
             **{n: (layer.heads // layer.group, left // layer.group) for n in _KEY_HEAD_COUNTS},
             **{n: (layer.heads * layer.width, left * layer.width) for n in _INNER_WIDTHS},
         }
-        changed: dict[str, dict[str, int]] = {}
-        for path, module in self._modules[headed.root].named_modules():
+        changed: dict[nn.Module, dict[str, int]] = {}
+        for module in self._modules[headed.scope].modules():
             for name, (before, after) in counts.items():
                 if vars(module).get(name) == before:
                     self._set(module, name, after)
-                    changed.setdefault(path, {})[name] = after
+                    changed.setdefault(module, {})[name] = after
         return changed
 
     def _cut_argument(self, site: nn.Module, name: str | int, dim: int, keep: list[int]) -> None:
@@ -184,28 +186,32 @@ class Cut:
             self._undo.callback(handle.remove)
 
     def _note(
-        self, headed: HeadedLayer, pruned: Sequence[int], attributes: dict[str, dict[str, int]]
+        self,
+        headed: HeadedLayer,
+        pruned: Sequence[int],
+        attributes: Mapping[nn.Module, dict[str, int]],
     ) -> None:
-        """Write on the layer's module what is needed to build it again."""
+        """Write on the layer's root what is needed to build it again, by attention module."""
         root = self._modules[headed.root]
         paths = {module: path for path, module in root.named_modules()}
-        before = vars(root).get(RECORD, {})
+        site = self._modules[headed.layer.site]
+        others = vars(root).get(RECORD, {})
+        before = others.get(paths[site], {})
         total = before.get("heads", headed.layer.heads)
         gone = set(before.get("pruned", ()))
         left = [head for head in range(total) if head not in gone]
         shapes = {
             f"{paths[w.module]}.{w.name}".lstrip("."): list(w.tensor.shape) for w in headed.weights
         }
-        site = self._modules[headed.layer.site]
+        counts = {paths[module]: values for module, values in attributes.items()}
         record = {
             "heads": total,
             "pruned": sorted(gone | {left[head] for head in pruned}),
-            "site": paths[site],
             "shapes": {**before.get("shapes", {}), **shapes},
-            "attributes": {**before.get("attributes", {}), **attributes},
+            "attributes": {**before.get("attributes", {}), **counts},
             "arguments": [argument.to_dict() for argument in arguments_of(site)],
         }
-        self._set(root, RECORD, record)
+        self._set(root, RECORD, {**others, paths[site]: record})
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         if name in vars(owner):
@@ -222,7 +228,8 @@ def records(model: nn.Module) -> dict[str, dict[str, Any]]:
         model: any module.
 
     Returns:
-        Qualified module name → record, ready for JSON; empty if nothing was pruned.
+        Qualified module name → name of an attention module in it → record, ready for JSON; empty
+        if nothing was pruned.
     """
     return {
         name: vars(module)[RECORD]
@@ -244,15 +251,18 @@ def rebuild(model: nn.Module, noted: Mapping[str, Mapping[str, Any]]) -> None:
         InputError: if the records do not belong to such a model.
     """
     try:
-        for name, record in noted.items():
-            _rebuild_layer(model.get_submodule(name), record)
+        for name, layers in noted.items():
+            root = model.get_submodule(name)
+            for site, record in layers.items():
+                _rebuild_layer(root, site, record)
+            setattr(root, RECORD, dict(layers))
     except (AttributeError, KeyError, TypeError) as error:
         raise InputError(
             f"The head plan in the configuration is not one of {type(model).__name__}: {error}."
         ) from error
 
 
-def _rebuild_layer(root: nn.Module, record: Mapping[str, Any]) -> None:
+def _rebuild_layer(root: nn.Module, site: str, record: Mapping[str, Any]) -> None:
     for path, shape in record["shapes"].items():
         owner, _, name = path.rpartition(".")
         module = root.get_submodule(owner)
@@ -266,8 +276,7 @@ def _rebuild_layer(root: nn.Module, record: Mapping[str, Any]) -> None:
         for name, value in values.items():
             setattr(root.get_submodule(path), name, value)
     for argument in record["arguments"]:
-        HeadArgument(**argument).attach(root.get_submodule(record["site"]))
-    setattr(root, RECORD, dict(record))
+        HeadArgument(**argument).attach(root.get_submodule(site))
 
 
 def _is_same(tensor: Any, part: Tensor) -> bool:

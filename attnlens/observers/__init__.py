@@ -9,7 +9,12 @@ from attnlens.observers.effective_attention import AttentionMap, EffectiveAttent
 from attnlens.observers.head_importance import HeadImportance, HeadImportanceResult
 from attnlens.observers.head_statistics import HeadStatistics, HeadStatisticsResult
 from attnlens.observers.hidden_token_attribution import HiddenTokenAttribution
+from attnlens.observers.map_training import MapTraining
 from attnlens.observers.recording import Recording
+from attnlens.observers.token_identifiability import (
+    TokenIdentifiability,
+    TokenIdentifiabilityResult,
+)
 from attnlens.observers.token_saliency import TokenSaliency, TokenSaliencyResult
 
 __all__ = [
@@ -24,8 +29,11 @@ __all__ = [
     "HiddenTokenAttribution",
     "HiddenTokenAttributionResult",
     "LayerObserver",
+    "MapTraining",
     "Observer",
     "Recording",
+    "TokenIdentifiability",
+    "TokenIdentifiabilityResult",
     "TokenSaliency",
     "TokenSaliencyResult",
 ]

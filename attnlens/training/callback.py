@@ -100,22 +100,22 @@ class LensCallback(TrainerCallback):
         self._lenses: dict[str, Lens] = {}
         self._trainer: Callable[[], Any] = lambda: None
         self._steps = self._batches = 0
-        self._restored = self._logging = False
+        self._restored = self._logging = self._warned = False
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the state of the observers into a checkpoint folder.
 
-        In a distributed run every process must call this.
+        In a distributed run every process must call this; the first one writes.
 
         Args:
-            folder: exists.
+            folder: where to; nothing is written if it does not exist.
         """
         state = {
             f"{phase}/{name}": tensor
             for phase, window in self._windows.items()
             for name, tensor in window.state(sync=_distributed()).items()
         }
-        if _first_process():
+        if _first_process() and Path(folder).is_dir():
             write_state(folder, state, self._kinds())
 
     def load(self, folder: str | os.PathLike[str]) -> None:
@@ -147,9 +147,12 @@ class LensCallback(TrainerCallback):
                 "With several devices in one process the Trainer uses nn.DataParallel, which runs "
                 "copies of the model that no hook can follow. Start it with torchrun."
             )
-        if state.global_step and not self._restored:
-            self._resume(args, state)
-        self._restored = False
+        if not self._restored:
+            for window in self._windows.values():
+                window.drop()
+            if state.global_step:
+                self._resume(args, state)
+        self._restored = self._warned = False
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -160,11 +163,12 @@ class LensCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Warn if no step of the epoch was looked at."""
-        if "train" in self._windows and not self._steps:
+        """Warn, once in a training, if no step of the epoch was looked at."""
+        if "train" in self._windows and not self._steps and not self._warned:
+            self._warned = True
             warnings.warn(
-                f"every_n_steps={self.every_n_steps} looked at no step of an epoch that ended with "
-                f"step {state.global_step}. Choose a smaller number.",
+                f"every_n_steps={self.every_n_steps} looked at no step of a whole epoch, the one "
+                f"that ended with step {state.global_step}. Choose a smaller number.",
                 AttnLensWarning,
                 stacklevel=2,
             )
@@ -225,9 +229,7 @@ class LensCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Save the state beside the Trainer's."""
-        folder = _checkpoint(args, state)
-        if folder.is_dir():
-            self.save(folder)
+        self.save(_checkpoint(args, state))
 
     def _meet(self, trainer: Any) -> None:
         """Put a lens around the Trainer's steps, once."""

@@ -157,16 +157,21 @@ class Window:
             sync: sum over all processes first; every process must then call this.
 
         Returns:
-            The result of each observer that saw something.
+            The results that hold numbers of heads, of the observers that saw something.
         """
         seen = [_copied(observer) for observer in self.recent]
-        for observer in self.recent:
-            observer.reset()
+        self.drop()
         for total, observer in zip(self.totals, seen, strict=True):
             if sync:
                 observer.sync()
             total.merge(observer)
-        return [observer.compute() for observer in seen if observer.sums]
+        results = [observer.compute() for observer in seen if observer.sums]
+        return [result for result in results if hasattr(result, "tensors")]
+
+    def drop(self) -> None:
+        """Forget what was seen since the last look, such as the steps of an aborted training."""
+        for observer in self.recent:
+            observer.reset()
 
     def state(self, *, sync: bool = False) -> State:
         """Return totals and recent sums as named tensors.
