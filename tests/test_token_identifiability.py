@@ -32,7 +32,7 @@ TABLE = torch.randn(WORDS, WIDTH, generator=torch.Generator().manual_seed(1))
 PLACES = torch.randn(POSITIONS, WIDTH, generator=torch.Generator().manual_seed(2))
 MIX = 0.8 * torch.linalg.qr(TABLE[:WIDTH])[0]
 NOISE = (0.2, 0.9)  # of what leaves each layer
-QUICK = MapTraining(learning_rate=1e-2, batch_size=64, patience=4, max_epochs=12, width=16)
+QUICK = MapTraining(learning_rate=2e-2, batch_size=64, patience=4, max_epochs=30, width=16)
 
 
 def texts(count: int, seed: int = 0) -> list[Tensor]:
