@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, get_args
 
 import torch
 import typer
@@ -123,8 +123,9 @@ def _chosen(part: str, maps: str) -> list[MapKind]:
 
 
 def _distance(name: str) -> Distance:
-    if name == "cosine" or name == "l2":
-        return name
+    for known in get_args(Distance):
+        if name == known:
+            return known
     raise InputError(f"distance must be cosine or l2. Got {name!r}.")
 
 

@@ -37,7 +37,7 @@ def rates_table(
         raise InputError("results must be one or more, of the same layers.")
     first = results[0]
     labels = row_labels(first)
-    names = [result.map for result in results]
+    names: list[str] = [result.map for result in results]
     blocks = []
     for name, title in quantities.items():
         columns = [_percent(getattr(result, name)) for result in results]
