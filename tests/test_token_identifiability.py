@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ TABLE = torch.randn(WORDS, WIDTH, generator=torch.Generator().manual_seed(1))
 PLACES = torch.randn(POSITIONS, WIDTH, generator=torch.Generator().manual_seed(2))
 MIX = 0.8 * torch.linalg.qr(TABLE[:WIDTH])[0]
 NOISE = (0.2, 0.9)  # of what leaves each layer
-QUICK = MapTraining(learning_rate=1e-2, batch_size=64, patience=4, max_epochs=12, width=16)
+QUICK = MapTraining(learning_rate=2e-2, batch_size=64, patience=4, max_epochs=30, width=16)
 
 
 def texts(count: int, seed: int = 0) -> list[Tensor]:
@@ -498,6 +499,34 @@ def test_tokens_of_two_stacks_are_not_mixed() -> None:
     observer.end_forward(True)
     with pytest.raises(AttnLensError, match=r"layer\.\*, tower\.\*"):
         observer.compute()
+
+
+def test_towers_that_take_turns_are_told_apart() -> None:
+    ids, mask = next(batches(texts(8), 8))
+    entered = embed(ids, mask)
+    observer = TokenIdentifiability("mlp")
+    observer.begin_forward({"input_ids": ids})
+    outputs = []
+    for layer in range(2):
+        hidden = outputs[-1] if outputs else entered
+        outputs.append(leave(entered, ids, layer))
+        observer.update_layer(capture(hidden, outputs[-1], mask, layer))
+        other = capture(hidden, hidden, mask, layer)
+        observer.update_layer(replace(other, stack="tower.*"))
+    kept = [output.clone() for output in outputs]
+    for output in outputs:
+        output.zero_()  # whatever follows the layers may work in place
+    observer.end_forward(True)
+    counts = {key: int(sums["tokens"]) for key, sums in observer.sums.items() if key[1] >= 0}
+    assert counts == {(s, i): int(mask.sum()) for s in ("layer.*", "tower.*") for i in (0, 1)}
+    sequences = [s for packed in observer.store.packed() for s in packed.sequences()]
+    ours = [s for s in sequences if not torch.equal(s.hidden[1], s.hidden[0])]
+    assert len(ours) == 8
+    rows = {tuple(row.tolist()) for output in kept for row in output[mask]}
+    assert all(tuple(row.tolist()) in rows for s in ours for row in s.hidden[1:].flatten(0, 1))
+    assert {tuple(r.tolist()) for s in ours for r in s.hidden[0]} == {
+        tuple(row.tolist()) for row in entered[mask]
+    }
 
 
 # Through a lens

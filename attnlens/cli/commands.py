@@ -18,6 +18,7 @@ from attnlens.cli.attribute import attribute
 from attnlens.cli.check import check
 from attnlens.cli.compare import compare
 from attnlens.cli.examples import read_examples
+from attnlens.cli.identify import identify
 from attnlens.cli.prune import prune
 from attnlens.cli.run import FIELDS, Run, Settings, measure
 from attnlens.cli.terminal import loaded, plain_errors, say
@@ -26,7 +27,7 @@ from attnlens.model.loading import TextModel
 from attnlens.report.terminal import explanation, head_table
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (attribute, check, compare, prune):
+for command in (attribute, check, compare, identify, prune):
     app.command()(command)
 
 Field = Annotated[str, typer.Option("--field", help=f"Quantity to show: {', '.join(FIELDS)}.")]

@@ -111,16 +111,18 @@ class TokenCollector(SumObserver, LayerObserver):
         Raises:
             UnsupportedAttentionError: if a layer changes the number or the width of the tokens.
         """
-        if layer.link == "first" or not self._chains or self._chains[-1].stack != layer.stack:
-            self._chains.append(_Chain(layer.stack, layer.hidden, layer.mask))
-        chain = self._chains[-1]
+        chain = next((c for c in reversed(self._chains) if c.stack == layer.stack), None)
+        if layer.link == "first" or chain is None:
+            chain = _Chain(layer.stack, layer.hidden, layer.mask)
+            self._chains.append(chain)
         if layer.output.dim() != 3 or layer.output.shape != chain.entered.shape:
             raise UnsupportedAttentionError(
                 f"{layer.name} leaves {list(layer.output.shape)} of {list(chain.entered.shape)} "
                 f"that entered {layer.stack}, so its tokens are not those of the input."
             )
         if layer.chosen and (self.layers is None or layer.layer in self.layers):
-            chain.left[layer.layer] = layer.output
+            # A copy, because what comes next may change it in place.
+            chain.left[layer.layer] = layer.output.clone()
 
     def end_forward(self, completed: bool) -> None:
         """Collect the sequences of a completed pass.

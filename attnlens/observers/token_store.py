@@ -142,7 +142,7 @@ class TokenStore:
 
     Args:
         max_tokens: most tokens to keep, or None.
-        max_bytes: most bytes to keep.
+        max_bytes: most bytes to keep, in memory or in the folder.
         folder: where to keep them in float16, as safetensors files; in memory if None.
 
     Raises:
@@ -162,7 +162,7 @@ class TokenStore:
         self.clear()
 
     @property
-    def folds(self) -> bool:
+    def on_disk(self) -> bool:
         """Whether sequences go to files."""
         return self.folder is not None
 
@@ -206,7 +206,7 @@ class TokenStore:
             if cut == _ALL:
                 warnings.warn(
                     "There are more tokens than may be kept; a random sample of the sequences is. "
-                    "Raise max_tokens or max_bytes, or give a folder, to keep more.",
+                    "Raise max_tokens or max_bytes to keep more.",
                     AttnLensWarning,
                     stacklevel=2,
                 )
@@ -270,14 +270,14 @@ class TokenStore:
             self.extend(PackedTokens(*(state[name] for name in PackedTokens._fields)).sequences())
 
     def identity(self) -> str:
-        """Return a digest of what is kept."""
+        """Return a digest of which sequences are kept."""
         priorities = sorted(-negative for negative, _ in self._kept)
         return hashlib.blake2b(repr(priorities).encode(), digest_size=16).hexdigest()
 
     def _capacity(self, sequence: TokenSequence) -> int:
         """Most tokens to keep, given what each takes."""
         numbers = sequence.hidden[:, 0].numel() + sequence.words[0].numel()
-        limit = self.max_bytes // (numbers * (2 if self.folds else 4) + 8)
+        limit = self.max_bytes // (numbers * (2 if self.on_disk else 4) + 8)
         return limit if self.max_tokens is None else min(limit, self.max_tokens)
 
     def _evict(self) -> None:
@@ -297,9 +297,9 @@ class TokenStore:
         self._thin_out()
 
     def _narrowed(self, sequence: TokenSequence) -> TokenSequence:
-        dtype = torch.float16 if self.folds else torch.float32
+        dtype = torch.float16 if self.on_disk else torch.float32
         hidden, words = sequence.hidden.to(dtype), sequence.words.to(dtype)
-        if self.folds and not bool(hidden.isfinite().all()):
+        if self.on_disk and not bool(hidden.isfinite().all()):
             raise InputError(
                 f"Hidden states of up to {sequence.hidden.abs().max():.3g} do not fit into the "
                 f"float16 numbers of a folder. Keep them in memory: folder=None."
