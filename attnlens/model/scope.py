@@ -90,9 +90,14 @@ class TraceScope:
         if known is None:
             self._push("", self._model)
 
-    def end(self) -> None:
-        """Close a forward pass; after a discovery, remember what was found."""
-        if self._signature is not None and self._signature not in _known:
+    def end(self, completed: bool) -> None:
+        """Close a forward pass; after a discovery, remember what was found.
+
+        Args:
+            completed: whether the forward returned. One that raised has not shown every module,
+                so nothing is remembered of it.
+        """
+        if completed and self._signature is not None and self._signature not in _known:
             _known[self._signature] = frozenset(self.found)
         self.stop()
 

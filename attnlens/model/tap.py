@@ -223,13 +223,13 @@ class Tap:
             continue
         del self._padding[len(self._running) :]
         outermost = not self._running and looking
+        completed = output is not None  # torch calls this hook without one where the forward raised
         if outermost:
-            self._scope.end()
+            self._scope.end(completed)
             self._settle()
         try:
             if looking and self._companion is not None:
-                # Torch calls this hook without an output where the forward raised.
-                self._companion.leave(len(self._running), completed=output is not None)
+                self._companion.leave(len(self._running), completed)
         finally:
             if outermost:
                 self._clear()
