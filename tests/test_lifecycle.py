@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -281,7 +282,11 @@ def test_a_discovery_that_is_cut_short_is_not_remembered() -> None:
 
     torch.manual_seed(0)
     config = DebertaV2Config(
-        hidden_size=24, num_hidden_layers=3, num_attention_heads=3, intermediate_size=20, vocab_size=40
+        hidden_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        intermediate_size=20,
+        vocab_size=40,
     )
     model, ids = DebertaV2Model(config).eval(), torch.tensor([[1, 2, 3, 4]])
 

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from attnlens.cli.options import AsJson, ModelName
 from attnlens.cli.terminal import loaded, plain_errors
 from attnlens.errors import InputError
 from attnlens.lens import Lens
@@ -103,9 +104,7 @@ def attribute_sentence(model: TextModel, sentence: str, probes: int | None) -> S
 
 
 def attribute(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_PATH", help="A local folder, or a name on the Hub.")
-    ],
+    model: ModelName,
     text: Annotated[
         str, typer.Option("--text", metavar="SENTENCE", help="The sentence; - is standard input.")
     ],
@@ -119,7 +118,7 @@ def attribute(
     exact: Annotated[
         bool, typer.Option("--exact", help="As many probes as the hidden size: no error, slow.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show which tokens of a sentence made each of its hidden states."""
     with plain_errors():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from attnlens.cli.options import AsJson, ModelName
 from attnlens.cli.terminal import plain_errors
 from attnlens.model.loading import load_model
 from attnlens.verdict import SiteVerdict, Verdict
@@ -17,10 +17,8 @@ from attnlens.verdict import check as verdict
 
 
 def check(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_PATH", help="A local folder, or a name on the Hub.")
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    model: ModelName,
+    as_json: AsJson = False,
 ) -> None:
     """Run a model with and without a lens and report whether attnlens works on it.
 

@@ -19,6 +19,7 @@ from attnlens.cli.check import check
 from attnlens.cli.compare import compare
 from attnlens.cli.examples import read_examples
 from attnlens.cli.identify import identify
+from attnlens.cli.options import AsJson, BatchSize, Lines, MaxLength, ModelName, Text
 from attnlens.cli.prune import prune
 from attnlens.cli.run import FIELDS, Run, Settings, measure
 from attnlens.cli.terminal import loaded, plain_errors, say
@@ -31,7 +32,6 @@ for command in (attribute, check, compare, identify, prune):
     app.command()(command)
 
 Field = Annotated[str, typer.Option("--field", help=f"Quantity to show: {', '.join(FIELDS)}.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Output = Annotated[
     Path | None,
     typer.Option("--output", metavar="DIR", help="Write safetensors and JSON into this folder."),
@@ -55,24 +55,14 @@ def options(
 
 @app.command()
 def report(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_PATH", help="A local folder, or a name on the Hub.")
-    ],
-    text: Annotated[
-        str, typer.Option("--text", metavar="FILE", help="UTF-8 text; - is standard input.")
-    ],
-    lines: Annotated[
-        bool,
-        typer.Option("--lines", help="One example per line. Otherwise blank lines separate them."),
-    ] = False,
+    model: ModelName,
+    text: Text,
+    lines: Lines = False,
     field: Field = "effective_fraction",
     as_json: AsJson = False,
     output: Output = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Examples at once.")] = 8,
-    max_length: Annotated[
-        int | None,
-        typer.Option("--max-length", help="Tokens per example; by default the model's limit."),
-    ] = None,
+    batch_size: BatchSize = 8,
+    max_length: MaxLength = None,
     layers: Annotated[
         str | None,
         typer.Option("--layers", help="Indices or module names, as in 0,3,-1; by default all."),

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from attnlens.cli.examples import read_examples
+from attnlens.cli.options import AsJson, BatchSize, Lines, MaxLength, Text
 from attnlens.cli.terminal import loaded, plain_errors
 from attnlens.drift import HeadDrift
 from attnlens.drift import compare as compare_models
@@ -24,22 +25,14 @@ def compare(
         str, typer.Argument(metavar="A", help="Where the drift begins: a folder or a Hub name.")
     ],
     model_b: Annotated[str, typer.Argument(metavar="B", help="Where it has led to.")],
-    text: Annotated[
-        str, typer.Option("--text", metavar="FILE", help="UTF-8 text; - is standard input.")
-    ],
-    lines: Annotated[
-        bool,
-        typer.Option("--lines", help="One example per line. Otherwise blank lines separate them."),
-    ] = False,
+    text: Text,
+    lines: Lines = False,
     field: Annotated[
         str, typer.Option("--field", help=f"Quantity to show: {', '.join(FIELDS)}.")
     ] = "effective_cosine",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Examples at once.")] = 8,
-    max_length: Annotated[
-        int | None,
-        typer.Option("--max-length", help="Tokens per example; by default the model's limit."),
-    ] = None,
+    as_json: AsJson = False,
+    batch_size: BatchSize = 8,
+    max_length: MaxLength = None,
 ) -> None:
     """Compare every head of a model with the same head of another, on the same text."""
     with plain_errors():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnlens.cli.examples import read_examples
 from attnlens.cli.findings import Findings, LayerVerdict, LayerWitnesses
+from attnlens.cli.options import AsJson, BatchSize, Lines, MaxLength, ModelName, Text
 from attnlens.cli.terminal import loaded, plain_errors, say
 from attnlens.errors import AttnLensError, InputError
 from attnlens.functional.token_maps import Distance, MapKind
@@ -31,16 +32,9 @@ PARTS = ("both", "heads", "tokens")
 
 
 def identify(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_PATH", help="A local folder, or a name on the Hub.")
-    ],
-    text: Annotated[
-        str, typer.Option("--text", metavar="FILE", help="UTF-8 text; - is standard input.")
-    ],
-    lines: Annotated[
-        bool,
-        typer.Option("--lines", help="One example per line. Otherwise blank lines separate them."),
-    ] = False,
+    model: ModelName,
+    text: Text,
+    lines: Lines = False,
     part: Annotated[str, typer.Option("--part", help=f"One of: {', '.join(PARTS)}.")] = "both",
     witnesses: Annotated[
         bool,
@@ -67,12 +61,9 @@ def identify(
         int, typer.Option("--patience", min=1, help="Epochs without progress; 20 in the paper.")
     ] = 5,
     seed: Annotated[int, typer.Option("--seed", help="Of the splits and the training.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Examples at once.")] = 8,
-    max_length: Annotated[
-        int | None,
-        typer.Option("--max-length", help="Tokens per example; by default the model's limit."),
-    ] = None,
+    as_json: AsJson = False,
+    batch_size: BatchSize = 8,
+    max_length: MaxLength = None,
 ) -> None:
     """Tell whether outputs determine attention, and whether hidden states determine tokens."""
     with plain_errors():

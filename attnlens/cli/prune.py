@@ -13,6 +13,7 @@ from rich.markup import escape
 from torch import Tensor
 
 from attnlens.cli.examples import read_examples
+from attnlens.cli.options import BatchSize, Lines, MaxLength, ModelName
 from attnlens.cli.terminal import loaded, plain_errors, say
 from attnlens.errors import InputError
 from attnlens.heads.curve import pruning_curve
@@ -26,9 +27,7 @@ SCORES = (*STATISTICS, "magnitude", "random")  # those that need no labels
 
 
 def prune(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_PATH", help="A local folder, or a name on the Hub.")
-    ],
+    model: ModelName,
     data: Annotated[
         str, typer.Option("--data", metavar="FILE", help="UTF-8 text; - is standard input.")
     ],
@@ -49,15 +48,9 @@ def prune(
         Path | None,
         typer.Option("--output", metavar="DIR", help="Remove the heads, and write the model here."),
     ] = None,
-    lines: Annotated[
-        bool,
-        typer.Option("--lines", help="One example per line. Otherwise blank lines separate them."),
-    ] = False,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Examples at once.")] = 8,
-    max_length: Annotated[
-        int | None,
-        typer.Option("--max-length", help="Tokens per example; by default the model's limit."),
-    ] = None,
+    lines: Lines = False,
+    batch_size: BatchSize = 8,
+    max_length: MaxLength = None,
 ) -> None:
     """Choose the heads of lowest score on a text, say what they do, and remove them if asked."""
     with plain_errors():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_thread = threading.local()
+from attnlens.model.shared import ThreadDepth
+
+_suspended = ThreadDepth()
 
 
 class Hook:
@@ -56,16 +57,13 @@ def suspended() -> Iterator[None]:
     Yields:
         Nothing.
     """
-    _thread.depth = getattr(_thread, "depth", 0) + 1
-    try:
+    with _suspended.entered():
         yield
-    finally:
-        _thread.depth -= 1
 
 
 def is_suspended() -> bool:
     """Whether this thread is inside :func:`suspended`."""
-    return getattr(_thread, "depth", 0) > 0
+    return bool(_suspended)
 
 
 def _copied_hook() -> Callable[..., None]:

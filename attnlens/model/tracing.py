@@ -8,7 +8,6 @@ inside `F.multi_head_attention_forward`. Nothing is replaced and nothing is comp
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from attnlens.model import interface
 from attnlens.model.hooks import is_suspended
 from attnlens.model.layout import Product, einsum_product, matmul_product, transposed_product
-from attnlens.model.shared import SharedSetting
+from attnlens.model.shared import SharedSetting, ThreadDepth
 
 # Logits at or below this were masked: no model's scores reach it, every additive mask does.
 _MASKED = -5000.0
@@ -346,11 +345,11 @@ def _direct_call(args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) 
 
 _functional: Any = F
 _HAS_TORCH_FUNCTION = _functional.has_torch_function
-_open = threading.local()
+_open = ThreadDepth()
 
 
 def _has_torch_function(tensors: Any) -> bool:
-    return not getattr(_open, "depth", 0) and _HAS_TORCH_FUNCTION(tensors)
+    return not _open and _HAS_TORCH_FUNCTION(tensors)
 
 
 _answering = SharedSetting(
@@ -366,12 +365,8 @@ def _open_body() -> Iterator[None]:
     The function asks a module-level `has_torch_function` whether to hand its call to the mode;
     for the duration, and in this thread only, the answer is no.
     """
-    with _answering.held():
-        _open.depth = getattr(_open, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            _open.depth -= 1
+    with _answering.held(), _open.entered():
+        yield
 
 
 def takes_fused_path(module: torch.nn.MultiheadAttention, args: tuple[Any, ...]) -> bool:

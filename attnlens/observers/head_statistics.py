@@ -137,7 +137,7 @@ class HeadStatistics(SumObserver):
                 context = context.double() @ output.factor.to(context.device)
             rows = streamed_rows(capture) if self.fields == "all" else None
         else:
-            rows, context = recomputed_context(capture, self.fields == "all")
+            rows, context = recomputed_context(capture, self.fields == "all", rtol)
         space = capture.prepared_values(grouped=True)
         gram = None
         if output is not None and output.factor is None:

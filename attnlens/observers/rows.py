@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnlens.capture import Capture
-from attnlens.functional.factor import default_rtol
 from attnlens.functional.nullspace import shared_basis
 from attnlens.functional.statistics import RowSums, row_sums
 from attnlens.kernels import gram_factor, resolve, row_statistics
@@ -49,7 +48,7 @@ def _stream_rows(capture: Capture, basis: Tensor | None = None) -> tuple[RowSums
     return sums, total if rows.coordinates is None else rows.coordinates
 
 
-def recomputed_context(capture: Capture, sums: bool) -> tuple[RowSums | None, Tensor]:
+def recomputed_context(capture: Capture, sums: bool, rtol: float) -> tuple[RowSums | None, Tensor]:
     """Recompute `O = A V` without the dropout and the rounding of the model's own.
 
     The basis U of the values is perfectly conditioned, so that float32 is enough for coordinates
@@ -58,6 +57,7 @@ def recomputed_context(capture: Capture, sums: bool) -> tuple[RowSums | None, Te
     Args:
         capture: the call.
         sums: whether row sums are wanted too.
+        rtol: relative threshold for the numerical rank.
 
     Returns:
         The row sums or None, and O `[B, H, Q, E]` float64 in the space of
@@ -67,7 +67,6 @@ def recomputed_context(capture: Capture, sums: bool) -> tuple[RowSums | None, Te
         return _blockwise(capture, sums)
     # examples that are not finite are left out later; a factorisation must not meet them
     values = torch.nan_to_num(capture.prepared_values(), 0.0, 0.0, 0.0)
-    rtol = default_rtol(*values.shape[-2:])
     basis = shared_basis(values, capture.support, rtol, like=capture.value).basis
     rows = None
     if sums or capture.bias is not None:
