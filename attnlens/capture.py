@@ -18,6 +18,7 @@ from attnlens.functional.nullspace import ValueBasis, shared_basis
 from attnlens.functional.rowwise import RowwiseBasis
 from attnlens.functional.support import Support, row_chunks, support_of
 from attnlens.functional.values import deficiency_factor, prepare_values, working_dtype
+from attnlens.kernels import Backend
 
 Kind = Literal["encoder", "decoder", "cross"]
 Link = Literal["first", "next", "broken"]
@@ -161,6 +162,7 @@ class Capture:
         observed: `[B, H, Q, K]` A as seen in the model, where it was seen; else None.
         padding: `[B, N]` bool, the `attention_mask` that the encoder was given, True for real
             tokens; None where it was given none. Some models let padding attend to itself.
+        backend: which kernels derived quantities are computed with, see :mod:`attnlens.kernels`.
     """
 
     site: str
@@ -183,6 +185,7 @@ class Capture:
     implementation: str = ""
     observed: Tensor | None = field(default=None, repr=False)
     padding: Tensor | None = field(default=None, repr=False)
+    backend: Backend = "auto"
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,13 @@ from torch import Tensor, nn
 from attnlens.capture import Capture, Kind
 from attnlens.display import facts_html
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError, UnsupportedAttentionError
+from attnlens.kernels import Backend, resolve
 from attnlens.model.layers import LayerTap
 from attnlens.model.sites import Catalogue, mixing_module, select
-from attnlens.model.tap import Tap
+from attnlens.model.tap import Mode, Tap
 from attnlens.observers import (
     EffectiveAttention,
+    GradientObserver,
     HeadStatistics,
     LayerObserver,
     Observer,
@@ -48,6 +51,10 @@ class Lens:
         every: look at each N-th forward pass, beginning with the first.
         kinds: kinds of attention to look at: `"encoder"`, `"decoder"`, `"cross"`. By default
             the encoder's self-attention, or where a model has none, every self-attention.
+        backend: kernels to compute with: `"torch"`, `"triton"`, or `"auto"` for Triton on CUDA
+            tensors where it is installed.
+        on: forward passes to look at and to count: those of a model in `"train"` mode, in
+            `"eval"` mode, or `"both"`.
 
     Raises:
         InputError: if an argument is of the wrong kind or value.
@@ -61,6 +68,8 @@ class Lens:
         layers: Iterable[int | str] | None = None,
         every: int = 1,
         kinds: Iterable[Kind] | Kind | None = None,
+        backend: Backend = "auto",
+        on: Mode = "both",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"model must be a torch module. Got {type(model).__name__}.")
@@ -73,7 +82,12 @@ class Lens:
             raise InputError(f"every must be a positive integer. Got {every!r}.")
         self.model = model
         self.observers: tuple[Observer, ...] = observers or (HeadStatistics(),)
+        if on not in get_args(Mode):
+            raise InputError(f'on must be "train", "eval" or "both". Got {on!r}.')
         self.every = every
+        self.backend: Backend = backend
+        resolve(backend, torch.device("cpu" if backend == "auto" else _device_of(model)))
+        self.on = on
         wanted = (layers,) if isinstance(layers, (int, str)) else layers
         kinds = (kinds,) if isinstance(kinds, str) else kinds
         self.layers = None if wanted is None else list(wanted)
@@ -94,7 +108,16 @@ class Lens:
             )
         listeners = [o for o in self.observers if isinstance(o, LayerObserver)]
         layer_tap = LayerTap(self.selection, listeners) if listeners else None
-        tap = Tap(self.model, self.selection, self._dispatch, self.every, layer_tap)
+        gradient = any(isinstance(observer, GradientObserver) for observer in self.observers)
+        tap = Tap(
+            self.model,
+            self.selection,
+            self._dispatch,
+            self.every,
+            layer_tap,
+            self.on,
+            self._dispatch_gradient if gradient else None,
+        )
         with ExitStack() as stack:
             tap.attach(stack)
             self._stack = stack.pop_all()
@@ -165,24 +188,44 @@ class Lens:
         return html
 
     def _dispatch(self, capture: Capture) -> None:
+        if self.backend != "auto":
+            capture = replace(capture, backend=self.backend)
         for observer in self.observers:
             if observer.wants(capture):
                 observer.update(capture)
 
+    def _dispatch_gradient(self, capture: Capture, gradient: Tensor) -> None:
+        for observer in self.observers:
+            if isinstance(observer, GradientObserver) and observer.wants(capture):
+                observer.update_gradient(capture, gradient)
+
     def _report_gaps(self, tap: Tap, layer_tap: LayerTap | None) -> None:
         if not tap.forwards:
+            mode = {"train": " in training mode", "eval": " in evaluation mode"}.get(self.on, "")
             warnings.warn(
-                f"No forward pass of {type(self.model).__name__} ran inside the lens, so its "
+                f"No forward pass of {type(self.model).__name__}{mode} ran inside the lens, so its "
                 f"observers saw nothing.",
                 AttnLensWarning,
                 stacklevel=3,
             )
             return
         silent = [] if layer_tap is None else layer_tap.silent
+        if layer_tap is not None and not layer_tap.fired:
+            raise UnsupportedAttentionError(
+                f"{tap.forwards} forward pass(es) ran inside the lens, but none called a layer "
+                f"such as {silent[0]} as a module, so its hidden states cannot be seen."
+            )
         if any(not isinstance(observer, LayerObserver) for observer in self.observers):
             if not tap.fired:
                 raise UnsupportedAttentionError(self._why_nothing(tap))
             silent = [*silent, *tap.silent, *sorted(tap.fused)]
+        if tap.gradients is not None and not tap.gradients.delivered:
+            warnings.warn(
+                "No gradient reached any attention inside the lens. Call backward() before the "
+                "lens closes, on a model whose attention layers are not all frozen.",
+                AttnLensWarning,
+                stacklevel=3,
+            )
         if not silent:
             return
         names = ", ".join(silent[:3]) + (f" and {len(silent) - 3} more" if silent[3:] else "")
@@ -215,6 +258,11 @@ class Lens:
             f"({type(module).__name__}) mixes tokens by other means, so there is no attention "
             f"matrix A to look at."
         )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def record(model: nn.Module, *args: Any, **inputs: Any) -> list[Capture]:

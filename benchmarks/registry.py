@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
+import torch
+
 
 @dataclass(frozen=True)
 class Check:
@@ -69,21 +71,27 @@ class Case:
         name: what to call it on the command line.
         summary: one line on what it measures.
         steps: yields checks and comparisons; checks come before the speeds they vouch for.
+        by_name: whether it runs only when it is named.
     """
 
     name: str
     summary: str
     steps: Callable[[], Iterator[Step]]
+    by_name: bool = False
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(name: str) -> Callable[[Callable[[], Iterator[Step]]], Callable[[], Iterator[Step]]]:
+Steps = Callable[[], Iterator[Step]]
+
+
+def case(name: str, *, by_name: bool = False) -> Callable[[Steps], Steps]:
     """Register a generator of steps as a case; its docstring's first line is the summary.
 
     Args:
         name: what to call it on the command line.
+        by_name: run it only when it is named.
 
     Returns:
         A decorator that returns the generator function unchanged.
@@ -91,7 +99,7 @@ def case(name: str) -> Callable[[Callable[[], Iterator[Step]]], Callable[[], Ite
 
     def register(steps: Callable[[], Iterator[Step]]) -> Callable[[], Iterator[Step]]:
         summary = (steps.__doc__ or name).strip().splitlines()[0]
-        CASES[name] = Case(name, summary, steps)
+        CASES[name] = Case(name, summary, steps, by_name)
         return steps
 
     return register
@@ -116,5 +124,7 @@ def seconds(*functions: Callable[[], Any], repeats: int = 5, warm_up: int = 1) -
         for function, taken in zip(functions, times, strict=True):
             start = time.perf_counter()
             function()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             taken.append(time.perf_counter() - start)
     return [median(taken) for taken in times]

@@ -13,6 +13,7 @@ from attnlens.functional.attribution import (
     Tally,
     box_statistics,
     histogram_quantiles,
+    jackknife_total,
     layer_profile,
     own_contribution,
     own_histogram,
@@ -257,3 +258,43 @@ def test_mean_of_nothing_is_nan():
 def test_wrong_arguments_are_named(tally, contribution, mask, labels, named):
     with pytest.raises(InputError, match=named):
         tally(contribution, mask, labels)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 6), st.integers(0, 99))
+def test_jackknife_total_equals_pseudo_values(probes, seed):
+    """The corrected total is the mean of the pseudo-values, as far as k probes are no sample."""
+    size = probes + 3
+    totals = torch.rand(1 + probes, 2, 3, generator=torch.Generator().manual_seed(seed)).double()
+    whole, rest = totals[0], list(totals[1:])
+    pseudo = torch.stack([probes * whole - (probes - 1) * without for without in rest])
+    sampled = 1 - probes / size
+    corrected, variance = jackknife_total(totals, size)
+    torch.testing.assert_close(corrected, whole + sampled * (pseudo.mean(0) - whole))
+    torch.testing.assert_close(variance, sampled * pseudo.var(0) / probes)
+
+
+def test_jackknife_total_at_the_extremes():
+    totals = torch.rand(2, 3)
+    exact, none = jackknife_total(totals[:1], 8)
+    assert torch.equal(exact, totals[0]) and not none.any()
+    single, unknown = jackknife_total(totals, 8)
+    assert torch.equal(single, totals[0]) and unknown.isnan().all()
+    _, certain = jackknife_total(torch.rand(9, 3), 8)
+    assert not certain.any()
+
+
+def test_jackknife_removes_the_bias_of_a_square_root():
+    """The mean of √(sample mean) of k of M numbers is too small by a part of order 1/k."""
+    generator = torch.Generator().manual_seed(0)
+    population = torch.rand(40, generator=generator, dtype=torch.float64).pow(3)
+    exact, probes, runs = population.mean().sqrt(), 6, 4000
+    samples = torch.stack([
+        population[torch.randperm(40, generator=generator)[:probes]] for _ in range(runs)
+    ]).T  # [k, runs]
+    rest = (samples.sum(0) - samples) / (probes - 1)
+    plain = samples.mean(0).sqrt()
+    corrected, _ = jackknife_total(torch.cat([plain[None], rest.sqrt()]), 40)
+    error = plain.std() / runs**0.5
+    assert exact - plain.mean() > 6 * error
+    assert abs(corrected.mean() - exact) < 3 * error

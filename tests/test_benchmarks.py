@@ -75,3 +75,10 @@ def test_effective_attention_is_a_case_and_its_first_check_passes():
     assert CASES["effective_attention"].summary.startswith("Maps")
     check = next(steps)
     assert isinstance(check, Check) and check.bar == 1e-5 and check.passed
+
+
+def test_training_maps_together_is_a_case_and_its_first_check_passes():
+    steps = importlib.import_module("benchmarks.identifiability").steps()
+    assert CASES["identifiability"].summary.startswith("Maps of all layers")
+    check = next(steps)
+    assert isinstance(check, Check) and check.bar == 1e-4 and check.passed

@@ -31,6 +31,8 @@ NO_PROJECTION_BECAUSE = {
     "longformer": "local and global parts are summed",
     "led": "local and global parts are summed",
     "pegasus_x": "local and global parts are summed",
+    "longt5": "local attention is laid out in blocks and cut to the length afterwards",
+    "mgp-str": "a norm before the projection of the token learners",
     "informer": "the context is scattered into mean values",
     "neomme": "the context is gated",
     "levit": "hardswish before the projection",
@@ -101,3 +103,8 @@ def test_padded_batch_equals_one_by_one(name: str) -> None:
             for computed, bar in ((Capture.attention, 2e-6), (Capture.effective_attention, 1e-5)):
                 expected, found = real_part(one, 0, computed), real_part(many, index, computed)
                 torch.testing.assert_close(found, expected, rtol=0, atol=bar)
+
+
+def test_local_attention_of_an_encoder_is_seen_too() -> None:
+    sites = {site.site for site in verdict("longt5").sites if site.kind == "encoder"}
+    assert len(sites) == 2

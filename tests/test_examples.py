@@ -56,3 +56,28 @@ def test_the_notebook_runs_and_shows_its_objects(monkeypatch):
     ]
     assert "effective fraction" in shown[0]["text/html"] and "nullity" in shown[1]["text/html"]
     assert "output projection" in shown[2]["text/html"]
+
+
+def test_fine_tuning_ends_with_a_row_for_each_layer():
+    lines = run("fine_tune.py").splitlines()
+    table = lines[lines.index("layer  effective fraction  entropy  importance") + 1 :][:6]
+    rows = [[float(number) for number in line.split()] for line in table]
+    assert [row[0] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert all(0 < row[1] < 1 and row[2] > 0 and row[3] > 0 for row in rows)
+    assert any("'attnlens/entropy/layer_05/mean'" in line for line in lines)
+
+
+def test_identifiability_prints_rates_and_controls_of_every_layer(tmp_path):
+    sentences = tmp_path / "sentences.txt"
+    words = "the old ferry left early and nobody on the quay saw where it went".split()
+    lines = [" ".join([*words[n % 7 : n % 7 + 2 + n % 5], str(n)]) for n in range(45)]
+    sentences.write_text("\n".join(lines))
+    printed = run("identifiability.py", str(sentences))
+    blocks = printed.split("\n\n")
+    assert [block.split()[1] for block in blocks[:4]] == ["identified,", "identified:"] + [
+        "identified"
+    ] * 2
+    for block in blocks[:4]:
+        assert block.splitlines()[1].split() == ["naive", "linear", "mlp"]
+        assert [line.split()[1] for line in block.splitlines()[2:]] == list("012345")
+    assert "position alone" in blocks[4] and "45 sentences" in blocks[5]

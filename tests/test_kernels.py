@@ -507,10 +507,11 @@ except InputError as error:
 def test_triton_is_not_imported_before_it_is_needed():
     code = """
 import sys, torch
-before = "triton" in sys.modules
 from attnlens import kernels
+before = "triton" in sys.modules  # transformers may import it
 kernels.gram_factor(torch.ones(1, 1, 3, 2))
 assert ("triton" in sys.modules) == before
+assert not [name for name in sys.modules if name.startswith("attnlens.kernels.triton")]
 try:
     kernels.gram_factor(torch.ones(1, 1, 3, 2), backend="triton")
 except ValueError as error:
@@ -601,3 +602,19 @@ def rows_call(key=None, basis=None, **kwargs):
 
 def reduce_call(**kwargs):
     return kernels.effective_reduce(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 5, 2), **kwargs)
+
+
+def test_a_lens_computes_the_same_with_either_backend():
+    from attnlens import HeadStatistics, Lens
+    from tests import models
+
+    model, inputs = models.build("bert"), models.inputs("bert")
+    results = {}
+    for backend in BACKENDS:
+        statistics = HeadStatistics()
+        with Lens(model.to(DEVICE), statistics, backend=backend), torch.no_grad():
+            model(**{name: tensor.to(DEVICE) for name, tensor in inputs.items()})
+        results[backend] = statistics.compute()
+    for name, expected in results["torch"].tensors().items():
+        found = results["triton"].tensors()[name]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True, msg=name)

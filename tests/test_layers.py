@@ -11,7 +11,7 @@ import transformers as hf
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from attnlens import Lens, Recording
+from attnlens import Lens, Recording, UnsupportedAttentionError
 from attnlens.capture import LayerCapture
 from attnlens.model.hooks import is_suspended, suspended
 from attnlens.model.sites import Catalogue
@@ -19,7 +19,7 @@ from attnlens.model.stacks import find_layers
 from attnlens.observers import LayerObserver
 from tests.chains import CHAINS, build_chain
 from tests.hooks import is_clean
-from tests.models import TEXT, initialise, text_inputs
+from tests.models import TEXT, initialise, outputs, text_inputs
 from tests.tiny import TinyAttention, hidden_states
 
 
@@ -107,6 +107,17 @@ def test_suspension_ends_with_its_block() -> None:
         assert is_suspended()
         raise RuntimeError
     assert not is_suspended()
+
+
+def test_sequence_major_states_are_turned_under_dropout_too() -> None:
+    state = torch.get_rng_state()
+    model = build_chain("xlnet").train()
+    model(**text_inputs())
+    drawn = torch.get_rng_state()
+    torch.set_rng_state(state)
+    first, second = layers_of(model, **text_inputs())
+    assert first.output.shape == second.output.shape == (2, 19, 32)
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 @pytest.mark.parametrize("lengths", [(19, 6), (5, 3, 5, 2, 5), (7,)])
@@ -201,3 +212,46 @@ def test_positional_arguments_are_known_by_name() -> None:
     inputs = text_inputs()
     seen = layers_of(build_chain("bert"), inputs["input_ids"], inputs["attention_mask"])
     assert seen[0].mask.sum(-1).tolist() == [19, 6]
+
+
+def test_packed_examples_are_one() -> None:
+    hidden = hidden_states(1)
+    model = Stack(nn.Identity()).eval()
+    expected = layers_of(model, hidden)
+
+    class Packed(Block):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.block(hidden[None])[0]
+
+    model.blocks = nn.ModuleList(Packed(block) for block in model.blocks)
+    seen = layers_of(model, hidden[0])
+    for ours, theirs in zip(seen, expected, strict=True):
+        assert torch.equal(ours.output, theirs.output)
+        torch.testing.assert_close(ours.rerun(ours.hidden), ours.output)
+
+
+def test_layers_that_are_not_called_as_modules_are_an_error() -> None:
+    model = Stack(nn.Identity()).eval()
+    model.forward = lambda hidden: model.blocks[0].forward(hidden)  # type: ignore[assignment]
+    with pytest.raises(UnsupportedAttentionError, match=r"called a layer such as blocks\.0"):
+        layers_of(model, hidden_states())
+    assert is_clean(model)
+
+
+@pytest.mark.parametrize("name", ["bert", "bart", "t5", "xlnet"])
+def test_recorded_outputs_of_the_model_are_its_own(name: str) -> None:
+    """The model collects its hidden states by hooks, which a repeated layer must not reach."""
+    model, inputs = build_chain(name), text_inputs((5, 3, 5, 2, 5))
+    if name == "bart":
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    looked_at = model.encoder if name == "bart" else model
+    with torch.no_grad():
+        plain = outputs(model(**inputs, output_hidden_states=True))
+        with Lens(looked_at, Layers(lambda seen: [c.rerun(c.hidden) for c in seen] and None)):
+            looked = outputs(model(**inputs, output_hidden_states=True))
+    assert plain.keys() == looked.keys()
+    assert all(torch.equal(plain[path], looked[path]) for path in plain)

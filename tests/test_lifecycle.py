@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -273,3 +274,31 @@ def test_memory_does_not_grow_with_batches(name: str, no_collector: None) -> Non
             model(**inputs)
             counts.append(live_tensors())
     assert counts[1:] == [counts[1]] * 3
+
+
+def test_a_discovery_that_is_cut_short_is_not_remembered() -> None:
+    """A model that fails half-way at first shows all its traced attention the next time."""
+    from transformers import DebertaV2Config, DebertaV2Model
+
+    torch.manual_seed(0)
+    config = DebertaV2Config(
+        hidden_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        intermediate_size=20,
+        vocab_size=40,
+    )
+    model, ids = DebertaV2Model(config).eval(), torch.tensor([[1, 2, 3, 4]])
+
+    def fail(module: Any, args: Any) -> None:
+        raise RuntimeError("half-way")
+
+    broken = model.encoder.layer[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="half-way"), Lens(model):
+        model(ids)
+    broken.remove()
+    statistics = HeadStatistics()
+    with Lens(model, statistics):
+        model(ids)
+    assert len(statistics.compute().layers) == 3
+    assert is_clean(model)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnlens.errors import InputError, NonFiniteError
-from attnlens.functional import witnesses
+from attnlens.functional import fibre, witnesses
 from attnlens.functional.identifiability import softmax_dimension
 from attnlens.functional.witnesses import realisability_rank, simplex_witness, softmax_witness
 
@@ -364,7 +364,7 @@ def test_the_derivative_and_its_adjoint_are_the_automatic_ones() -> None:
     query, key, value = random_heads(2, 1, 6, 3, 4)
     visible = torch.ones(2, 6, 6, dtype=torch.bool)
     visible[1, 4:] = visible[1, :, 4:] = False
-    heads = witnesses._Heads(query[:, 0], key[:, 0], value[:, 0], visible, scale=0.7)
+    heads = fibre.Heads(query[:, 0], key[:, 0], value[:, 0], visible, scale=0.7)
     step, cotangent = normal(2, 12, 3, seed=3), normal(2, 6, 6, seed=4)
 
     def attention(point: Tensor) -> Tensor:
@@ -379,8 +379,8 @@ def test_the_derivative_and_its_adjoint_are_the_automatic_ones() -> None:
 def test_the_preconditioner_is_the_diagonal_of_the_normal_equations() -> None:
     query, key, value = random_heads(2, 1, 6, 3, 4)
     visible = torch.ones(2, 6, 6, dtype=torch.bool)
-    heads = witnesses._Heads(query[:, 0], key[:, 0], value[:, 0], visible, scale=0.7)
-    metric = witnesses._metric(heads)
+    heads = fibre.Heads(query[:, 0], key[:, 0], value[:, 0], visible, scale=0.7)
+    metric = fibre.fisher_metric(heads)
     for i, d in np.ndindex(6, 4):
         unit = torch.zeros(2, 6, 4, dtype=torch.float64)
         unit[:, i, d] = 1.0
@@ -392,8 +392,8 @@ def test_the_preconditioner_is_the_diagonal_of_the_normal_equations() -> None:
 def test_the_metric_is_the_fisher_metric() -> None:
     query, key, value = random_heads(1, 1, 6, 3, 4)
     visible = torch.ones(1, 6, 6, dtype=torch.bool)
-    heads = witnesses._Heads(query[:, 0], key[:, 0], value[:, 0], visible, scale=0.7)
-    inverse = witnesses._metric(heads).inverse[0]
+    heads = fibre.Heads(query[:, 0], key[:, 0], value[:, 0], visible, scale=0.7)
+    inverse = fibre.fisher_metric(heads).inverse[0]
     attention, k, q = heads.attention[0], key[0, 0], query[0, 0]
     by_query = [0.49 * torch.cov(k.T, aweights=row, correction=0) for row in attention]
     by_key = [0.49 * (q.T * column) @ q for column in attention.T]

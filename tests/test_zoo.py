@@ -153,7 +153,7 @@ def token_states(example: zoo.Example, inputs: dict[str, Tensor]) -> dict[str, T
 def test_padded_batch_equals_one_by_one(name: str) -> None:
     example = zoo.build(name)
     singles = example.singles()
-    if singles is None:
+    if singles is None or "input_ids" not in example.inputs:
         assert example.padding_leaks or not {"input_ids", "attention_mask"} <= example.inputs.keys()
         return
     batch = token_states(example, example.inputs)

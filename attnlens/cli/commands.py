@@ -1,13 +1,11 @@
-"""`attnlens report` and `attnlens demo`."""
+"""The commands; `report` and `demo` are here, the others in files of their own."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,16 +14,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import attnlens
 from attnlens import demo as packaged
+from attnlens.cli.attribute import attribute
+from attnlens.cli.check import check
+from attnlens.cli.compare import compare
 from attnlens.cli.examples import read_examples
+from attnlens.cli.identify import identify
+from attnlens.cli.options import AsJson, BatchSize, Lines, MaxLength, ModelName, Text
+from attnlens.cli.prune import prune
 from attnlens.cli.run import FIELDS, Run, Settings, measure
-from attnlens.errors import AttnLensError, AttnLensWarning, InputError
-from attnlens.model.loading import TextModel, load_text_model
+from attnlens.cli.terminal import loaded, plain_errors, say
+from attnlens.errors import InputError
+from attnlens.model.loading import TextModel
 from attnlens.report.terminal import explanation, head_table
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+for command in (attribute, check, compare, identify, prune):
+    app.command()(command)
 
 Field = Annotated[str, typer.Option("--field", help=f"Quantity to show: {', '.join(FIELDS)}.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Output = Annotated[
     Path | None,
     typer.Option("--output", metavar="DIR", help="Write safetensors and JSON into this folder."),
@@ -49,24 +55,14 @@ def options(
 
 @app.command()
 def report(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_PATH", help="A local folder, or a name on the Hub.")
-    ],
-    text: Annotated[
-        str, typer.Option("--text", metavar="FILE", help="UTF-8 text; - is standard input.")
-    ],
-    lines: Annotated[
-        bool,
-        typer.Option("--lines", help="One example per line. Otherwise blank lines separate them."),
-    ] = False,
+    model: ModelName,
+    text: Text,
+    lines: Lines = False,
     field: Field = "effective_fraction",
     as_json: AsJson = False,
     output: Output = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Examples at once.")] = 8,
-    max_length: Annotated[
-        int | None,
-        typer.Option("--max-length", help="Tokens per example; by default the model's limit."),
-    ] = None,
+    batch_size: BatchSize = 8,
+    max_length: MaxLength = None,
     layers: Annotated[
         str | None,
         typer.Option("--layers", help="Indices or module names, as in 0,3,-1; by default all."),
@@ -76,12 +72,12 @@ def report(
     ] = None,
 ) -> None:
     """Run text through a model and show one number per attention head."""
-    with _plain_errors():
+    with plain_errors():
         _check(field, output)
         _check_page(page)
         settings = Settings(text, lines, batch_size, max_length, _layers(layers))
         examples = read_examples(text, lines)
-        run = _run(_loaded(model), examples, settings, maps=page is not None)
+        run = _run(loaded(model), examples, settings, maps=page is not None)
         if page is not None:
             _write_page(run, page)
         _deliver(run, field, as_json, output)
@@ -92,9 +88,9 @@ def demo(
     field: Field = "effective_fraction", as_json: AsJson = False, output: Output = None
 ) -> None:
     """Show the heads of a packaged MiniLM sentence encoder reading twelve paragraphs."""
-    with _plain_errors():
+    with plain_errors():
         _check(field, output)
-        model = replace(_loaded(str(packaged.model_folder())), name=packaged.MODEL)
+        model = replace(loaded(str(packaged.model_folder())), name=packaged.MODEL)
         run = _run(model, packaged.paragraphs(), Settings(packaged.TEXT))
         if not as_json:
             layers, heads = run.statistics.rank.shape
@@ -103,32 +99,6 @@ def demo(
                 f"while it reads {run.examples} short paragraphs, one number per head.\n"
             )
         _deliver(run, field, as_json, output)
-
-
-def _say(message: str) -> None:
-    """Tell the person, on standard error, so that standard output holds the result alone."""
-    Console(stderr=True, highlight=False).print(message, soft_wrap=True)
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Turn errors that attnlens raises on purpose into one line and exit code 2."""
-
-    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-        if issubclass(category, AttnLensWarning):
-            _say(f"[yellow]note:[/] {escape(str(message))}")
-        else:
-            others(message, category, *place, **more)
-
-    others = warnings.showwarning
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", AttnLensWarning)
-            warnings.showwarning = show
-            yield
-    except AttnLensError as error:
-        _say(f"[red]error:[/] {escape(str(error))}")
-        raise typer.Exit(2) from error
 
 
 def _check(field: str, output: Path | None) -> None:
@@ -152,11 +122,6 @@ def _layers(text: str | None) -> tuple[int | str, ...] | None:
     return tuple(int(name) if name.lstrip("-").isdecimal() else name for name in names)
 
 
-def _loaded(name: str) -> TextModel:
-    with Console(stderr=True).status(f"Loading {escape(name)} …"):
-        return load_text_model(name)
-
-
 def _check_page(page: Path | None) -> None:
     if page is not None and not page.absolute().parent.is_dir():
         raise InputError(f"Cannot write {page}: its folder does not exist.")
@@ -173,7 +138,7 @@ def _write_page(run: Run, path: Path) -> None:
         page.save(path)
     except OSError as error:
         raise InputError(f"Cannot write {path}: {error.strerror or error}.") from error
-    _say(f"Written to {escape(str(path))}.")
+    say(f"Written to {escape(str(path))}.")
 
 
 def _run(model: TextModel, examples: Sequence[str], settings: Settings, maps: bool = False) -> Run:
@@ -186,7 +151,7 @@ def _run(model: TextModel, examples: Sequence[str], settings: Settings, maps: bo
         run = measure(model, examples, settings, lambda count: progress.advance(task, count), maps)
     if run.truncated:
         limit = settings.max_length or model.longest
-        _say(
+        say(
             f"[yellow]note:[/] {run.truncated} of {run.examples} examples were longer than "
             f"{limit} tokens and were cut there."
         )
@@ -197,7 +162,7 @@ def _deliver(run: Run, field: str, as_json: bool, output: Path | None) -> None:
     """Write and print a run."""
     if output is not None:
         run.write(output)
-        _say(f"Written to {escape(str(output))}.")
+        say(f"Written to {escape(str(output))}.")
     if as_json:
         print(run.to_json())
         return

@@ -87,6 +87,7 @@ def null_space_sums(
     rtol: float,
     output_gram: Tensor | None = None,
     active: Tensor | None = None,
+    whitening: tuple[Tensor, Tensor] | None = None,
 ) -> NullSpaceSums:
     """Compute the null-space quantities from values and outputs alone.
 
@@ -98,6 +99,8 @@ def null_space_sums(
         output_gram: `[H, E, E]` float64 positive definite matrix X with `‖A T‖² = tr(O X Oᵀ)`,
             that is `H Hᵀ`; the identity when None.
         active: `[B, 1 or H, Q]` bool, the real rows; by default those of :meth:`Support.active`.
+        whitening: factor `[B, Hv, E, E]` float64 and rank `[B, Hv]` over all real keys, where
+            they are known already.
 
     Returns:
         The quantities, over real rows and keys only.
@@ -117,7 +120,7 @@ def null_space_sums(
         if output_gram is None
         else torch.einsum("bhde,hde->bh", moment, output_gram.to(moment))
     )
-    factor, rank = _whitening(values, gram, support, rtol)
+    factor, rank = whitening or _whitening(values, gram, support, rtol)
     if support.shared:
         parts = _shared_parts(values, context, moment, factor, rank, support, groups)
     else:

@@ -5,33 +5,23 @@ same width produces, softmax(Q'K'ᵀ·s), found by walking along the fibre {(Q, 
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnlens.errors import InputError
-from attnlens.functional.identifiability import (
+from attnlens.functional.fibre import TINY, Heads, polish, relative_change, walk
+from attnlens.functional.identifiability import softmax_dimension
+from attnlens.functional.moments import (
     check_finite,
     check_heads,
     output_values,
-    softmax_dimension,
     value_moments,
     visibility,
 )
 
-_TINY = torch.finfo(torch.float64).tiny
 _ROUNDS = 10  # affine-scaling steps, after which a row is near a far vertex
 _BLOCK = 2**24  # float64 numbers held for one block of rows: 128 MiB
-_RADIUS = 0.3  # of the first step: standard deviation under A of a row's change of logits
-_SMALLEST_RADIUS = 1e-3
-_ALLOWANCE = 0.01  # residual kept during the walk, relative to the distance walked
-_CORRECTIONS = 3  # Gauss-Newton steps after each step of the walk
-_POLISHES = 6  # rounds of Gauss-Newton steps at the end, each with a fresh metric
-_DAMPING = 1e-4  # of the metric, relative to the head's largest curvature
-_RIDGE = 1e-11  # of the normal equations, relative to the head's largest block
-_SOLVE_TOLERANCE = 0.05
-_SOLVE_LIMIT = 100
 _LEAST_MOVE = 0.01  # of the distance asked for, below which a head has not moved
 
 
@@ -99,6 +89,7 @@ def simplex_witness(
     mask: Tensor | None = None,
     projection: Tensor | None = None,
     rtol: float | None = None,
+    cross: bool = False,
     generator: torch.Generator | None = None,
 ) -> SimplexWitness:
     """Construct a row-stochastic A' with A'T = AT, far from A.
@@ -114,6 +105,7 @@ def simplex_witness(
         mask: Boolean, True = may attend, broadcastable to [B, H, Q, K]; may vary by row.
         projection: Output projection per head, [H, D, M]; matters only if its rank is below D.
         rtol: Relative tolerance of the numerical rank, in [1e-7, 1).
+        cross: Queries and keys are different tokens, even where there are as many.
         generator: Source of the first direction; a fixed seed by default.
 
     Returns:
@@ -131,7 +123,7 @@ def simplex_witness(
             "attention and value must be [B, H, Q, K] and [B, H, K, D], got "
             f"{list(attention.shape)} and {list(value.shape)}"
         )
-    groups, rows = visibility(mask, attention, value)
+    groups, rows = visibility(mask, attention, value, cross=cross)
     values = output_values(value, groups, projection)
     counted = attention.double().masked_fill(~(groups & rows[..., None]), 0.0)
     check_finite(attention=counted)
@@ -147,7 +139,7 @@ def simplex_witness(
     change = moved - counted
     return SimplexWitness(
         attention=attention.double() + change,
-        residual=_ratio(change @ values, counted @ values),
+        residual=relative_change(change @ values, counted @ values),
         total_variation=change.abs().sum(-1) / 2,
         exists=free.any(-1),
     )
@@ -160,7 +152,9 @@ def realisability_rank(
     *,
     query_width: int,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
     rtol: float | None = None,
+    cross: bool = False,
     generator: torch.Generator | None = None,
 ) -> RealisabilityRank:
     """Compare the rank of a simplex witness's logits with the width of a head.
@@ -176,8 +170,10 @@ def realisability_rank(
         value: Values V, [B, H, K, D].
         query_width: Width R of queries and keys.
         mask: Boolean padding mask, True = may attend, broadcastable to [B, H, Q, K].
+        bias: Position bias added to the logits, broadcastable to [B, H, Q, K]; it is held fixed.
         rtol: Singular values up to ``rtol`` times the largest count as zero; by default
             max(n, R) · eps(float32).
+        cross: Queries and keys are different tokens, even where there are as many.
         generator: Source of the witness's direction; a fixed seed by default.
 
     Returns:
@@ -187,16 +183,16 @@ def realisability_rank(
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1 and its
         public reviews.
     """
-    groups, rows = visibility(mask, attention, value)
+    groups, rows = visibility(mask, attention, value, cross=cross)
     _require_shared_keys(groups)
-    witness = simplex_witness(attention, value, mask=mask, generator=generator)
+    witness = simplex_witness(attention, value, mask=mask, cross=cross, generator=generator)
     visible = groups & rows[..., None]
     original = attention.double()
     halfway = (original + witness.attention) / 2
     tolerance = groups.sum((-1, -2)).clamp_min(query_width) * torch.finfo(torch.float32).eps
     cut = tolerance if rtol is None else torch.full_like(tolerance, rtol)
     rank, attention_rank = (
-        torch.linalg.matrix_rank(_centred_log(matrix, visible), rtol=cut.double())
+        torch.linalg.matrix_rank(_centred_logits(matrix, bias, visible), rtol=cut.double())
         for matrix in (halfway, original)
     )
     return RealisabilityRank(rank, attention_rank, query_width)
@@ -209,7 +205,9 @@ def softmax_witness(
     value: Tensor,
     *,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
     scaling: float | None = None,
+    cross: bool = False,
     distance: float = 0.1,
     tolerance: float = 1e-10,
     max_iterations: int = 30,
@@ -228,7 +226,9 @@ def softmax_witness(
         key: Keys, [B, H, K, R], grouped-query heads repeated.
         value: Values, [B, H, K, D].
         mask: Boolean padding mask, True = may attend, broadcastable to [B, H, Q, K].
+        bias: Position bias added to the logits, broadcastable to [B, H, Q, K]; it is held fixed.
         scaling: Factor s of the logits; R^-½ by default.
+        cross: Queries and keys are different tokens, even where there are as many.
         distance: Wanted ‖A' − A‖ / ‖A‖, reached to a few per cent where there is room.
         tolerance: Largest accepted ‖A'V − AV‖ / ‖AV‖.
         max_iterations: Largest number of steps of the walk.
@@ -243,7 +243,7 @@ def softmax_witness(
     check_heads(query, key, value)
     if distance <= 0:
         raise InputError(f"distance must be positive, got {distance}")
-    groups, rows = visibility(mask, query, key)
+    groups, rows = visibility(mask, query, key, cross=cross)
     _require_shared_keys(groups)
     real = torch.cat([rows, groups.squeeze(-2)], dim=-1)[..., None]
     given = torch.cat([query, key], dim=-2).double()
@@ -253,14 +253,18 @@ def softmax_witness(
     exists = _realisable(values, groups, rows, query.shape[-1])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     visible = groups & rows[..., None]
-    origin = _Heads(*(x.flatten(0, 1) for x in (queries, keys, values, visible)), scale=scale)
-    far = simplex_witness(origin.attention.view_as(visible), values, mask=mask, generator=generator)
+    tensors = [queries, keys, values, visible]
+    if bias is not None:
+        tensors.append(bias.double().expand_as(visible))
+    origin = Heads(*(tensor.flatten(0, 1) for tensor in tensors), scale=scale)
+    attention = origin.attention.view_as(visible)
+    far = simplex_witness(attention, values, mask=mask, cross=cross, generator=generator)
     moving = exists.flatten().nonzero().squeeze(-1)
     part, start = origin.take(moving), far.attention.flatten(0, 1)[moving]
-    walked = _walk(part, start - part.attention, distance, max_iterations)
-    point = origin.point.index_copy(0, moving, _polish(part, walked, tolerance))
+    walked = walk(part, start - part.attention, distance, max_iterations)
+    point = origin.point.index_copy(0, moving, polish(part, walked, tolerance))
     found = origin.at(point)
-    moved = _ratio(found.attention - origin.attention, origin.attention).view_as(exists)
+    moved = relative_change(found.attention - origin.attention, origin.attention).view_as(exists)
     residual = found.miss(origin).view_as(exists)
     new = torch.where(real, point.view_as(given), given)
     return SoftmaxWitness(
@@ -289,14 +293,12 @@ def _require_shared_keys(groups: Tensor) -> None:
         )
 
 
-def _ratio(change: Tensor, reference: Tensor) -> Tensor:
-    """Return ‖change‖ / ‖reference‖ over the last two axes; 0 where nothing changed."""
-    return change.norm(dim=(-2, -1)) / reference.norm(dim=(-2, -1)).clamp_min(_TINY)
-
-
-def _centred_log(attention: Tensor, visible: Tensor) -> Tensor:
-    """Return each row's logits less their mean over visible keys; 0 where hidden."""
-    logits = attention.clamp_min(_TINY).log().masked_fill(~visible, 0.0)
+def _centred_logits(attention: Tensor, bias: Tensor | None, visible: Tensor) -> Tensor:
+    """Return each row's logits less the bias and their mean over visible keys; 0 where hidden."""
+    logits = attention.clamp_min(TINY).log()
+    if bias is not None:
+        logits = logits - bias.double()
+    logits = logits.masked_fill(~visible, 0.0)
     mean = logits.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp_min(1)
     return (logits - mean).masked_fill(~visible, 0.0)
 
@@ -316,7 +318,7 @@ def _constraint_basis(values: Tensor, groups: Tensor, rtol: float | None) -> tup
     moments = value_moments(values, groups, rtol)
     squares, axes = (entry.flip(-1) for entry in torch.linalg.eigh(moments.centred))
     kept = squares > moments.cut
-    scale = torch.where(kept, squares.clamp_min(_TINY).rsqrt(), 0.0)
+    scale = torch.where(kept, squares.clamp_min(TINY).rsqrt(), 0.0)
     centred = values[:, :, None] - moments.mean[..., None, :]
     ones = moments.tokens.clamp_min(1).to(values)[..., None, None].rsqrt()
     basis = torch.cat(
@@ -342,7 +344,7 @@ def _farthest_rows(
     shape, device = attention.shape, generator.device
     noise = torch.randn(shape, generator=generator, dtype=attention.dtype, device=device)
     # The gradient of entropy: sharp rows have room only towards more even ones.
-    uphill = noise.to(attention.device) - attention.clamp_min(_TINY).log()
+    uphill = noise.to(attention.device) - attention.clamp_min(TINY).log()
     moved = attention
     for remaining in reversed(range(_ROUNDS)):
         step = _null_step(moved, basis, uphill)
@@ -371,259 +373,3 @@ def _room(rows: Tensor, step: Tensor) -> Tensor:
     """Return the largest multiple of the step that keeps rows ≥ 0, [B, H, Q, 1]; 0 for none."""
     limits = torch.where(step < 0, rows / -step, torch.inf).amin(-1, keepdim=True)
     return limits.masked_fill(limits.isinf(), 0.0)
-
-
-class _Heads:
-    """N heads with A, AV and the derivative of A in closed form.
-
-    Points and steps stack queries and keys in one tensor, [N, Q + K, R].
-    """
-
-    def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, *, scale: float
-    ) -> None:
-        self.query, self.key, self.value = query, key, value
-        self.visible, self.scale = visible, scale
-        logits = (scale * query @ key.mT).masked_fill(~visible, -torch.inf)
-        # Rows that do not count see nothing; softmax makes them NaN.
-        self.attention = torch.softmax(logits, dim=-1).masked_fill(~visible, 0.0)
-        self.context = self.attention @ value
-
-    @property
-    def point(self) -> Tensor:
-        return torch.cat([self.query, self.key], dim=-2)
-
-    def split(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        query, key = point.split(list(self.visible.shape[-2:]), dim=-2)
-        return query, key
-
-    def at(self, point: Tensor) -> "_Heads":
-        return _Heads(*self.split(point), self.value, self.visible, scale=self.scale)
-
-    def take(self, index: Tensor) -> "_Heads":
-        tensors = (self.query, self.key, self.value, self.visible)
-        return _Heads(*(tensor[index] for tensor in tensors), scale=self.scale)
-
-    def centred_logits(self, step: Tensor) -> Tensor:
-        """Return the change of logits along a step, less its mean under A, [N, Q, K]."""
-        query, key = self.split(step)
-        change = self.scale * (query @ self.key.mT + self.query @ key.mT)
-        return change - (self.attention * change).sum(-1, keepdim=True)
-
-    def push(self, step: Tensor) -> Tensor:
-        """Return the change of A along a step, [N, Q, K]."""
-        return self.attention * self.centred_logits(step)
-
-    def pull(self, cotangent: Tensor) -> Tensor:
-        """Return the adjoint of ``push`` at a cotangent of A, [N, Q + K, R]."""
-        weighted = self.attention * cotangent
-        weighted = self.scale * (weighted - self.attention * weighted.sum(-1, keepdim=True))
-        return torch.cat([weighted @ self.key, weighted.mT @ self.query], dim=-2)
-
-    def deviation(self, step: Tensor) -> Tensor:
-        """Return the largest standard deviation under A of a row's change of logits, [N]."""
-        return (self.push(step) * self.centred_logits(step)).sum(-1).amax(-1).sqrt()
-
-    def miss(self, origin: "_Heads") -> Tensor:
-        """Return the change of AV since the origin, relative to AV, [N]."""
-        return _ratio(self.context - origin.context, origin.context)
-
-
-class _Metric(NamedTuple):
-    """Fisher metric of the rows, per token, and what the normal equations need from it.
-
-    ``inverse`` [N, Q + K, R, R]; ``block`` [N, Q, D, D], Cholesky factors of the diagonal blocks of
-    J M⁻¹ Jᵀ with J the derivative of AV; ``ridge`` [N, 1, 1].
-    """
-
-    inverse: Tensor
-    block: Tensor
-    ridge: Tensor
-
-    def take(self, index: Tensor) -> "_Metric":
-        return _Metric(*(entry[index] for entry in self))
-
-    def gradient(self, heads: _Heads, cotangent: Tensor) -> Tensor:
-        """Return the steepest step for ⟨cotangent, A⟩, [N, Q + K, R]."""
-        return (self.inverse @ heads.pull(cotangent)[..., None]).squeeze(-1)
-
-
-def _metric(heads: _Heads) -> _Metric:
-    attention, query = heads.attention, heads.query
-    # Both enter through covariances only; centring avoids cancellation.
-    key = heads.key - heads.key.mean(-2, keepdim=True)
-    value = heads.value - heads.value.mean(-2, keepdim=True)
-    width, depth = key.shape[-1], value.shape[-1]
-    mean_key, mean_value = attention @ key, attention @ value
-    squares = _outer(query, query)
-    by_query = attention @ _outer(key, key) - _outer(mean_key, mean_key)
-    by_key = attention.mT @ squares
-    inverse_query, inverse_key = (
-        _damped_inverse(heads.scale**2 * entry.unflatten(-1, (width, width)))
-        for entry in (by_query, by_key)
-    )
-    cross = attention @ _outer(value, key) - _outer(mean_value, mean_key)
-    cross = heads.scale * cross.unflatten(-1, (depth, width))
-    # Σ_j w_ij (v_j − o_i)(v_j − o_i)ᵀ with w_ij = (s a_ij)² q_iᵀ M_j⁻¹ q_i, expanded.
-    weight = (heads.scale * attention) ** 2 * (squares @ inverse_key.flatten(-2).mT)
-    total, moment = weight.sum(-1, keepdim=True), weight @ value
-    spread = weight @ _outer(value, value) + total * _outer(mean_value, mean_value)
-    spread = spread - _outer(moment, mean_value) - _outer(mean_value, moment)
-    block = cross @ inverse_query @ cross.mT + spread.unflatten(-1, (depth, depth))
-    traces = block.diagonal(dim1=-2, dim2=-1).sum(-1)
-    ridge = _RIDGE * traces.amax(-1)[:, None, None]
-    rounding = 1e-14 * total * (value**2).sum(-1).amax(-1)[:, None, None]
-    shift = (ridge + rounding).clamp_min(_TINY)[..., None]
-    identity = torch.eye(depth, dtype=block.dtype, device=block.device)
-    # A head whose factorisation fails gets steps that do not help it, and is left where it is.
-    factor, _ = torch.linalg.cholesky_ex(block + shift * identity)
-    return _Metric(torch.cat([inverse_query, inverse_key], dim=1), factor, ridge)
-
-
-def _outer(left: Tensor, right: Tensor) -> Tensor:
-    """Return outer products of rows: [N, T, I], [N, T, J] → [N, T, I·J]."""
-    return (left[..., :, None] * right[..., None, :]).flatten(-2)
-
-
-def _damped_inverse(curvature: Tensor) -> Tensor:
-    """Return inverses of [N, T, R, R], damped relative to the head's largest mean curvature."""
-    width = curvature.shape[-1]
-    mean = curvature.diagonal(dim1=-2, dim2=-1).mean(-1).amax(-1)[:, None, None, None]
-    identity = torch.eye(width, dtype=curvature.dtype, device=curvature.device)
-    factor, _ = torch.linalg.cholesky_ex(curvature + (_DAMPING * mean).clamp_min(_TINY) * identity)
-    return torch.cholesky_inverse(factor)
-
-
-def _solve(heads: _Heads, metric: _Metric, target: Tensor) -> Tensor:
-    """Return y with (J M⁻¹ Jᵀ + ridge) y ≈ target, [N, Q, D], by conjugate gradients."""
-    solution, residual = torch.zeros_like(target), target
-    direction = preconditioned = _by_blocks(metric, residual)
-    energy = first = _inner(residual, preconditioned)
-    for _ in range(_SOLVE_LIMIT):
-        step = metric.gradient(heads, direction @ heads.value.mT)
-        image = heads.push(step) @ heads.value + metric.ridge * direction
-        length = energy / _inner(direction, image).clamp_min(_TINY)
-        solution, residual = solution + length * direction, residual - length * image
-        preconditioned = _by_blocks(metric, residual)
-        new = _inner(residual, preconditioned)
-        if not (new > _SOLVE_TOLERANCE**2 * first).any():
-            break
-        direction = preconditioned + new / energy.clamp_min(_TINY) * direction
-        energy = new
-    return solution
-
-
-def _by_blocks(metric: _Metric, residual: Tensor) -> Tensor:
-    return torch.cholesky_solve(residual[..., None], metric.block).squeeze(-1)
-
-
-def _inner(left: Tensor, right: Tensor) -> Tensor:
-    return (left * right).sum((-2, -1), keepdim=True)
-
-
-def _lift(heads: _Heads, metric: _Metric, change: Tensor) -> Tensor:
-    """Return the smallest step that changes AV by ``change`` to first order, [N, Q + K, R]."""
-    return metric.gradient(heads, _solve(heads, metric, change) @ heads.value.mT)
-
-
-def _climb(heads: _Heads, metric: _Metric, away: Tensor) -> Tensor:
-    """Return the steepest step for ⟨away, A⟩ that keeps AV to first order, with ‖dA‖ = 1."""
-    step = metric.gradient(heads, away)
-    step = step - _lift(heads, metric, heads.push(step) @ heads.value)
-    return step / heads.push(step).norm(dim=(-2, -1)).clamp_min(_TINY)[:, None, None]
-
-
-def _step_length(
-    heads: _Heads, step: Tensor, gone: Tensor, target: Tensor, radius: Tensor
-) -> Tensor:
-    """Return how far to go: to ‖A' − A‖ = target, or as far as the radius allows, [N]."""
-    along = (gone * heads.push(step)).sum((-2, -1))
-    gap = target**2 - (gone**2).sum((-2, -1))
-    meeting = (along**2 + gap).clamp_min(0.0).sqrt() - along
-    return torch.minimum(meeting, radius / heads.deviation(step).clamp_min(_TINY))
-
-
-def _walk(origin: _Heads, far: Tensor, distance: float, max_iterations: int) -> Tensor:
-    """Carry heads along their fibres until ‖A' − A‖ = distance · ‖A‖ or no step succeeds.
-
-    Args:
-        origin: N heads where they start.
-        far: First direction to climb, [N, Q, K].
-        distance: Relative distance wanted.
-        max_iterations: Largest number of steps.
-
-    Returns:
-        Points near the fibres, [N, Q + K, R].
-    """
-    point = origin.point.clone()
-    norm = origin.attention.norm(dim=(-2, -1))
-    reached = torch.zeros_like(norm)
-    radius = torch.full_like(norm, _RADIUS)
-    active = torch.arange(len(norm), device=norm.device)
-    for _ in range(max_iterations):
-        if not len(active):
-            break
-        start = origin.take(active)
-        heads = start.at(point[active])
-        metric = _metric(heads)
-        gone = heads.attention - start.attention
-        away = torch.where((reached[active] > 0)[:, None, None], gone, far[active])
-        step = _climb(heads, metric, away)
-        length = _step_length(heads, step, gone, distance * norm[active], radius[active])
-        ahead = heads.point + length[:, None, None] * step
-        allowance = _ALLOWANCE * _ratio(
-            heads.at(ahead).attention - start.attention, start.attention
-        )
-        landed, miss = _correct(start, ahead, metric, allowance)
-        new = _ratio(start.at(landed).attention - start.attention, start.attention)
-        better = (miss <= allowance) & (new > reached[active]) & (new <= 1.05 * distance)
-        point[active[better]], reached[active[better]] = landed[better], new[better]
-        radius[active] *= torch.where(better, 1.5, 0.3)
-        active = active[(reached[active] < 0.98 * distance) & (radius[active] > _SMALLEST_RADIUS)]
-    return point
-
-
-def _polish(origin: _Heads, point: Tensor, tolerance: float) -> Tensor:
-    """Return points to their fibres within the tolerance where possible, [N, Q + K, R]."""
-    point = point.clone()
-    for _ in range(_POLISHES):
-        late = (origin.at(point).miss(origin) > tolerance).nonzero().squeeze(-1)
-        if not len(late):
-            break
-        start = origin.take(late)
-        metric = _metric(start.at(point[late]))
-        allowance = torch.full_like(late, tolerance, dtype=point.dtype)
-        point[late], _ = _correct(start, point[late], metric, allowance)
-    return point
-
-
-def _correct(
-    origin: _Heads, point: Tensor, metric: _Metric, allowance: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Take Gauss-Newton steps towards the output of the origin while they help.
-
-    Args:
-        origin: N heads with the output wanted.
-        point: Where to start, [N, Q + K, R].
-        metric: Metric and preconditioner, of a point nearby.
-        allowance: Relative residual at which a head is done, [N].
-
-    Returns:
-        Points, [N, Q + K, R], and their relative residuals, [N].
-    """
-    point, miss = point.clone(), origin.at(point).miss(origin)
-    live = (miss > allowance).nonzero().squeeze(-1)
-    for _ in range(_CORRECTIONS):
-        if not len(live):
-            break
-        start, nearby = origin.take(live), metric.take(live)
-        heads = start.at(point[live])
-        step = _lift(heads, nearby, start.context - heads.context)
-        damping = heads.deviation(step).clamp_min(1.0)[:, None, None]
-        ahead = heads.at(heads.point + step / damping)
-        new = ahead.miss(start)
-        better = new < 0.6 * miss[live]
-        live = live[better]
-        point[live], miss[live] = ahead.point[better], new[better]
-        live = live[miss[live] > allowance[live]]
-    return point, miss

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from attnlens.capture import Capture, Masking
 from attnlens.errors import CaptureError
+from attnlens.model.gradients import LiveContext
 from attnlens.model.interface import InterfaceCall
 from attnlens.model.layout import Product, declared_heads, matmul_product
 from attnlens.model.masks import normalise_mask
@@ -76,6 +77,34 @@ def capture_of_event(event: Event, module: nn.Module, site: str) -> Capture:
     if isinstance(event, SeenProduct):
         return _of_product(event, heads, site)
     return _of_direct(event, heads, site)
+
+
+def live_of_call(call: InterfaceCall) -> LiveContext:
+    """Find the context of an interface call in the graph.
+
+    Args:
+        call: the call.
+
+    Returns:
+        The context.
+    """
+    return LiveContext(call.context, lambda context: context.transpose(1, 2))
+
+
+def live_of_event(event: Event, module: nn.Module) -> LiveContext:
+    """Find the context of attention that a module ran itself in the graph.
+
+    Args:
+        event: a direct SDPA call, or a softmax and its product.
+        module: the attention module.
+
+    Returns:
+        The context; its arrangement holds on to no activation.
+    """
+    if isinstance(event, DirectCall) and event.output.dim() == 4:
+        return LiveContext(event.live, lambda context: context)
+    heads, arrange = declared_heads(module), event.arrangement()
+    return LiveContext(event.live, lambda context: arrange(context).by_heads(heads).output)
 
 
 def _of_product(event: SeenProduct, heads: int | None, site: str) -> Capture:

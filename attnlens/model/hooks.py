@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_thread = threading.local()
+from attnlens.model.shared import ThreadDepth
+
+_suspended = ThreadDepth()
 
 
 class Hook:
@@ -19,10 +20,10 @@ class Hook:
         function: what the hook does.
     """
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the hook."""
         if not is_suspended():
             self._function(*args, **kwargs)
@@ -30,8 +31,19 @@ class Hook:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return no_hook
 
-    def __reduce__(self) -> str:
-        return "no_hook"
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copied_hook, ()
+
+
+class Replacement(Hook):
+    """A hook that replaces the module's input, also while :func:`suspended`.
+
+    What it does is part of the model for as long as it is registered.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the hook and return what takes the input's place."""
+        return self._function(*args, **kwargs)
 
 
 def no_hook(*args: Any, **kwargs: Any) -> None:
@@ -45,13 +57,14 @@ def suspended() -> Iterator[None]:
     Yields:
         Nothing.
     """
-    _thread.depth = getattr(_thread, "depth", 0) + 1
-    try:
+    with _suspended.entered():
         yield
-    finally:
-        _thread.depth -= 1
 
 
 def is_suspended() -> bool:
     """Whether this thread is inside :func:`suspended`."""
-    return getattr(_thread, "depth", 0) > 0
+    return bool(_suspended)
+
+
+def _copied_hook() -> Callable[..., None]:
+    return no_hook

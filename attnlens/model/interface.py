@@ -22,7 +22,7 @@ from transformers.modeling_utils import AttentionInterface
 from attnlens.capture import Masking
 from attnlens.model.hooks import is_suspended
 from attnlens.model.masks import normalise_mask
-from attnlens.model.shared import SharedSetting
+from attnlens.model.shared import SharedSetting, ThreadDepth
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class InterfaceCall:
 Listener = Callable[[InterfaceCall], None]
 
 _lock = threading.Lock()
-_thread = threading.local()
+_running = ThreadDepth()
 _listeners: dict[int, tuple[Listener, ...]] = {}
 _ORIGINALS = {
     name: inspect.getattr_static(AttentionInterface, name)
@@ -83,7 +83,7 @@ def listen(modules: Iterable[nn.Module], listener: Listener) -> Iterator[None]:
 
 def running() -> bool:
     """Whether an attention function of the interface is running in this thread."""
-    return getattr(_thread, "depth", 0) > 0
+    return bool(_running)
 
 
 def masking_of(call: InterfaceCall, query: Tensor, key: Tensor) -> Masking:
@@ -149,11 +149,8 @@ def _watched(function: Callable[..., Any], implementation: str) -> Callable[...,
 
     @functools.wraps(function)
     def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _thread.depth = getattr(_thread, "depth", 0) + 1
-        try:
+        with _running.entered():
             result = function(module, *args, **kwargs)
-        finally:
-            _thread.depth -= 1
         listeners = _listeners.get(id(module))
         if listeners and not is_suspended():
             arguments = _by_name(function, module, args, kwargs)

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from attnlens.capture import Capture, HiddenState, LayerCapture, Link
 from attnlens.errors import UnsupportedAttentionError
 from attnlens.model.hooks import Hook, suspended
 from attnlens.model.outputs import output_tensors
-from attnlens.model.rerun import LayerCall, mixes_first_axis
+from attnlens.model.rerun import LayerCall, Layout, arranged, mixes_first_axis
 from attnlens.model.scope import replaying
 from attnlens.model.sites import Selection, Site
 from attnlens.model.stacks import Layer, find_layers, is_chosen
@@ -61,7 +62,7 @@ class _Root:
     """A running forward pass of the model or of a pretrained one inside it."""
 
     batch: int | None
-    mask: Tensor | None
+    padding: Tensor | None
 
 
 class LayerTap:
@@ -92,8 +93,7 @@ class LayerTap:
         self.fired: set[str] = set()
         self._selection = selection
         self._listeners = tuple(listeners)
-        self._depth = {layer.stack: layer.layer + 1 for layer in self.layers}
-        self._tokens_first: dict[str, bool] = {}
+        self._layouts: dict[str, Layout] = {}
         self._attached = False
         self._roots: list[_Root] = []
         self._open = self._graph = False
@@ -120,21 +120,24 @@ class LayerTap:
         """Names of the layers that never ran."""
         return [layer.name for layer in self.layers if layer.name not in self.fired]
 
-    def enter(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def enter(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        padding: Tensor | None,
+    ) -> None:
         """Begin the forward pass of the model or, nested in it, of a pretrained one inside.
 
         Args:
             module: what is called.
             args: its positional arguments.
             kwargs: its keyword arguments.
+            padding: `[B, N]` bool, the real tokens as its attention mask has them.
         """
         inputs = _by_name(module, args, kwargs)
         first = next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim()), None)
-        mask = inputs.get("attention_mask")
-        padding = isinstance(mask, Tensor) and mask.dim() == 2
-        self._roots.append(
-            _Root(None if first is None else first.shape[0], mask if padding else None)
-        )
+        self._roots.append(_Root(None if first is None else first.shape[0], padding))
         self._order.restart()
         self._tails.clear()
         self._keys.clear()
@@ -251,15 +254,13 @@ class LayerTap:
     def _take(self, layer: Layer, running: _Running, left: Tensor) -> None:
         """Describe a layer that ran, and tell the listeners."""
         stack, index = layer.stack, running.index
-        hidden, output, rerun = running.hidden, left.detach(), running.call.again
-        tokens_first = self._has_tokens_first(layer, running)
-        if tokens_first:
-            hidden, output = hidden.transpose(0, 1), output.transpose(0, 1)
-            rerun = running.call.again_batch_first
-        if running.link == "first":
+        layout = self._layout(layer, running)
+        hidden, output = arranged(running.hidden, layout), arranged(left.detach(), layout)
+        rerun = partial(running.call.again, layout=layout)
+        if running.link == "first" or stack not in self._masks:
             self._masks[stack] = self._real_tokens(layer, hidden)
         mask = self._masks[stack]
-        chosen = is_chosen(self._selection, layer, index, self._depth[stack])
+        chosen = is_chosen(self._selection, layer, index)
         capture = LayerCapture(
             layer.name, stack, index, hidden, output, mask, rerun, running.link, chosen
         )
@@ -268,10 +269,10 @@ class LayerTap:
         if not chosen:
             return
         if running.link == "first":
-            self._watch(HiddenState(stack, -1, hidden, mask), running.entered, tokens_first)
-        self._watch(HiddenState(stack, index, output, mask), left, tokens_first)
+            self._watch(HiddenState(stack, -1, hidden, mask), running.entered, layout)
+        self._watch(HiddenState(stack, index, output, mask), left, layout)
 
-    def _watch(self, state: HiddenState, live: Tensor, tokens_first: bool) -> None:
+    def _watch(self, state: HiddenState, live: Tensor, layout: Layout) -> None:
         """Hook the gradient of a live tensor, now or when the forward pass ends."""
 
         def register() -> None:
@@ -280,7 +281,7 @@ class LayerTap:
             for listener in self._listeners:
                 receive = listener.watch_hidden(state)
                 if receive is not None:
-                    live.register_hook(self._receiver(receive, tokens_first))
+                    live.register_hook(self._receiver(receive, layout))
 
         if live.requires_grad:
             register()
@@ -290,29 +291,33 @@ class LayerTap:
             self._late.append(register)
 
     def _receiver(
-        self, receive: Callable[[Tensor], None], tokens_first: bool
+        self, receive: Callable[[Tensor], None], layout: Layout
     ) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             if self._attached:
                 with suspended(), torch.no_grad():
-                    receive(gradient.transpose(0, 1) if tokens_first else gradient)
+                    receive(arranged(gradient, layout))
 
         return hook
 
-    def _has_tokens_first(self, layer: Layer, running: _Running) -> bool:
-        """Whether the layers of a stack work on `[K, B, M]`; found out once, where in doubt."""
+    def _layout(self, layer: Layer, running: _Running) -> Layout:
+        """How the layers of a stack have their hidden states; tried out once, where in doubt."""
         hidden, batch = running.hidden, self._roots[-1].batch
+        if hidden.dim() == 2:
+            return "packed"
         if hidden.dim() != 3 or hidden.shape[1] != batch or hidden.shape[0] == 1:
-            return False
-        if layer.stack not in self._tokens_first:
-            self._tokens_first[layer.stack] = mixes_first_axis(running.call, hidden)
-        return self._tokens_first[layer.stack]
+            return "batch"
+        if layer.stack not in self._layouts:
+            mixed = mixes_first_axis(running.call, hidden)
+            if mixed is None:
+                return "batch" if hidden.shape[0] == batch else "tokens"
+            self._layouts[layer.stack] = "tokens" if mixed else "batch"
+        return self._layouts[layer.stack]
 
     def _real_tokens(self, layer: Layer, hidden: Tensor) -> Tensor:
         """`[B, K]` bool: what attention may look at and the model's own mask does not exclude."""
         mask = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-        given = self._roots[-1].mask
-        for keys in (self._keys.get(layer.name), None if given is None else given != 0):
+        for keys in (self._keys.get(layer.name), self._roots[-1].padding):
             if keys is not None and keys.shape == mask.shape:
                 mask = mask & keys.to(mask.device)
         return mask

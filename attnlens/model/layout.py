@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -96,9 +97,20 @@ def einsum_product(
     Returns:
         The product, or None where the equation is not one.
     """
-    inputs, _, result = equation.replace(" ", "").partition("->")
+    # "..." stands for the leading dimensions that both operands and the result share
+    named = sum(label.isalpha() for label in equation.partition("->")[2])
+    shared = "".join(chr(ord("À") + i) for i in range(output.dim() - named))
+    inputs, _, result = equation.replace(" ", "").replace("...", shared).partition("->")
     terms = inputs.split(",")
-    if len(terms) != 2 or not result or "." in equation:
+    if (
+        len(terms) != 2
+        or not result
+        or list(map(len, terms))
+        != [
+            operand.dim()
+            for operand in ((attention, value) if attention_first else (value, attention))
+        ]
+    ):
         return None
     a, v = terms if attention_first else reversed(terms)
     keys = [label for label in a if label in v and label not in result]
@@ -152,4 +164,4 @@ def _fold(tensor: Tensor, axis: int, heads: int, split: bool) -> Tensor:
         tensor = tensor.unflatten(axis, (-1, heads))
         axis += 1
     moved = tensor.movedim(axis, -3)
-    return moved.reshape(-1, *moved.shape[-3:])
+    return moved.reshape(math.prod(moved.shape[:-3]), *moved.shape[-3:])

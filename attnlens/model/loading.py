@@ -137,6 +137,23 @@ class TextModel:
             )
 
 
+def load_model(name: str) -> PreTrainedModel:
+    """Load a model of any kind with transformers' automatic class.
+
+    Code that comes with a checkpoint is never run.
+
+    Args:
+        name: a local folder, or the name of a model on the Hugging Face Hub.
+
+    Returns:
+        The model in evaluation mode, on the CPU.
+    """
+    local = _is_folder(name)
+    with _quietly(local), _failing_to_load("model", name, local):
+        loaded: PreTrainedModel = AutoModel.from_pretrained(name, trust_remote_code=False)
+    return loaded.eval()
+
+
 def load_text_model(name: str) -> TextModel:
     """Load a model and its tokenizer with transformers' automatic classes.
 

@@ -201,7 +201,8 @@ def linear_hooks(
 
     for name, module in model.named_modules():
         if is_linear(module):
-            yield module.register_forward_pre_hook(Hook(hook_for(name)))
+            # First in line: other hooks may replace the input, as those that mask heads do.
+            yield module.register_forward_pre_hook(Hook(hook_for(name)), prepend=True)
 
 
 def weight_owners(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextvars import Context
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from attnlens.errors import InputError
 from attnlens.functional.tangents import layer_output
 from attnlens.model.hooks import suspended
 from attnlens.model.outputs import output_tensors
+
+Layout = Literal["batch", "tokens", "packed"]
+"""Hidden states as `[B, K, M]`, as `[K, B, M]`, or as `[K, M]` with all examples in a row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,14 +73,15 @@ class LayerCall:
         )
         return call, hidden
 
-    def again(self, hidden: Tensor) -> Tensor:
+    def again(self, hidden: Tensor, layout: Layout = "batch") -> Tensor:
         """Call the layer with another hidden state, unheard by any lens.
 
         Args:
-            hidden: in the layout in which the layer was given its own.
+            hidden: `[B, K, M]`.
+            layout: how the layer has its hidden states.
 
         Returns:
-            The layer's output.
+            The layer's output, `[B, K, M]`.
 
         Raises:
             InputError: if the layer would write a cache a second time.
@@ -84,8 +89,9 @@ class LayerCall:
         if any(_is_cache(value) for value in (*self.args, *self.kwargs.values())):
             raise InputError(
                 f"{self.name} was given a cache, which calling it again for its derivatives would "
-                f"write to. Pass use_cache=False to the model."
+                f"write to. Pass use_cache=False to the model, or kinds= to the lens."
             )
+        hidden = _restored(hidden, layout)
         args, kwargs = list(self.args), dict(self.kwargs)
         for place in self.places:
             if isinstance(place, int):
@@ -98,21 +104,33 @@ class LayerCall:
             # Casts made here must not be reused by the model, which may need their gradients.
             torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False),
         ):
-            return output_tensors(self.module(*args, **kwargs))[0]
-
-    def again_batch_first(self, hidden: Tensor) -> Tensor:
-        """Call a layer that works on `[K, B, M]` with a hidden state `[B, K, M]`.
-
-        Args:
-            hidden: `[B, K, M]`.
-
-        Returns:
-            The layer's output, `[B, K, M]`.
-        """
-        return self.again(hidden.transpose(0, 1)).transpose(0, 1)
+            # Transformers collects hidden states in a context variable: an empty context has none.
+            output = Context().run(self.module, *args, **kwargs)
+        return arranged(output_tensors(output)[0], layout)
 
 
-def mixes_first_axis(call: LayerCall, hidden: Tensor) -> bool:
+def arranged(tensor: Tensor, layout: Layout) -> Tensor:
+    """Bring a hidden state, or its gradient, to batch-first layout.
+
+    Args:
+        tensor: as the model has it.
+        layout: how that is.
+
+    Returns:
+        `[B, K, M]`, a view; examples that were packed remain one example.
+    """
+    if layout == "packed":
+        return tensor.unsqueeze(0)
+    return tensor.transpose(0, 1) if layout == "tokens" else tensor
+
+
+def _restored(tensor: Tensor, layout: Layout) -> Tensor:
+    if layout == "packed":
+        return tensor.squeeze(0)
+    return tensor.transpose(0, 1) if layout == "tokens" else tensor
+
+
+def mixes_first_axis(call: LayerCall, hidden: Tensor) -> bool | None:
     """Find out whether the first axis of a hidden state counts tokens, by changing one entry.
 
     Args:
@@ -120,15 +138,15 @@ def mixes_first_axis(call: LayerCall, hidden: Tensor) -> bool:
         hidden: what the layer was given.
 
     Returns:
-        True if other entries of the output depend on the first one; False also where the layer
-        cannot be called again.
+        True if other entries of the output depend on the first one; None where the layer cannot
+        be called again.
     """
     changed = hidden.clone()
     changed[0] = hidden[0].flip(-1)
     try:
         outputs = [layer_output(call.again, state) for state in (hidden, changed)]
-    except InputError:
-        return False
+    except (InputError, RuntimeError):
+        return None
     return not torch.equal(outputs[0][1:], outputs[1][1:])
 
 

@@ -48,6 +48,7 @@ class TraceScope:
         model: the model.
         heard: called with the innermost frame that contains an event, and the event.
         linear: called with input and weight of every linear function inside.
+        replays: trace also where gradient checkpointing runs a module again.
 
     Attributes:
         fused: names of modules that ran torch's fused attention, which cannot be seen.
@@ -59,6 +60,7 @@ class TraceScope:
         model: nn.Module,
         heard: Callable[[Frame, Event], None],
         linear: Callable[[Tensor, Tensor], None],
+        replays: bool = False,
     ) -> None:
         self.fused: set[str] = set()
         self.found: set[str] = set()
@@ -66,6 +68,7 @@ class TraceScope:
         self._modules = dict(model.named_modules())
         self._structure = _structure(model)
         self._heard = heard
+        self._replays = replays
         self._path: list[Frame] = []
         self._trace = AttentionTrace(self._event, linear, lambda: tuple(self._path))
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -87,9 +90,14 @@ class TraceScope:
         if known is None:
             self._push("", self._model)
 
-    def end(self) -> None:
-        """Close a forward pass; after a discovery, remember what was found."""
-        if self._signature is not None and self._signature not in _known:
+    def end(self, completed: bool) -> None:
+        """Close a forward pass; after a discovery, remember what was found.
+
+        Args:
+            completed: whether the forward returned. One that raised has not shown every module,
+                so nothing is remembered of it.
+        """
+        if completed and self._signature is not None and self._signature not in _known:
             _known[self._signature] = frozenset(self.found)
         self.stop()
 
@@ -125,7 +133,7 @@ class TraceScope:
 
     def _enter_hook(self, name: str) -> Callable[[nn.Module, Sequence[Any]], None]:
         def enter(module: nn.Module, args: Sequence[Any]) -> None:
-            if self._signature is not None and not replaying():
+            if self._signature is not None and (self._replays or not replaying()):
                 self._push(name, module, tuple(args))
 
         return enter
@@ -140,7 +148,8 @@ class TraceScope:
         self._path.append(Frame(name, module, paused))
 
     def _leave(self, module: nn.Module, args: Sequence[Any], output: Any) -> None:
-        if replaying() or not any(frame.module is module for frame in self._path):
+        ignored = replaying() and not self._replays
+        if ignored or not any(frame.module is module for frame in self._path):
             return
         while (frame := self._path.pop()).module is not module:
             continue

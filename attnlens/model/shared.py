@@ -1,4 +1,4 @@
-"""Process-wide settings that several lenses hold at once: on with the first, off with the last."""
+"""State that several lenses or threads share: settings of the process, and depths of a thread."""
 
 from __future__ import annotations
 
@@ -39,3 +39,26 @@ class SharedSetting:
                 self._holders -= 1
                 if not self._holders:
                     self._switch_off()
+
+
+class ThreadDepth:
+    """How many blocks of a kind this thread is inside; true while it is inside one."""
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+
+    def __bool__(self) -> bool:
+        return getattr(self._thread, "depth", 0) > 0
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Be inside for the duration of a block.
+
+        Yields:
+            Nothing.
+        """
+        self._thread.depth = getattr(self._thread, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._thread.depth -= 1

@@ -18,7 +18,6 @@ from attnlens.errors import InputError
 
 _DISPATCH = frozenset({"get_interface", "ALL_ATTENTION_FUNCTIONS"})
 KINDS: frozenset[Kind] = frozenset(("encoder", "decoder", "cross"))
-KINDS_DEFAULT: Kind = "encoder"
 _CROSS = re.compile(r"cross|enc_?dec_?att|encoder_att", re.IGNORECASE)
 _MIXING = re.compile(r"att|fourier|mixer", re.IGNORECASE)
 
@@ -168,8 +167,9 @@ def select(
         InputError: if a layer, name or kind cannot match anything.
     """
     known = {site.kind for site in catalogue.interface}
+    chosen: set[Kind]
     if kinds is None:
-        chosen = KINDS - {"cross"} if known and "encoder" not in known else {KINDS_DEFAULT}
+        chosen = {"encoder", "decoder"} if known and "encoder" not in known else {"encoder"}
     else:
         chosen = set(kinds)
         if not chosen or chosen - KINDS:

@@ -41,19 +41,18 @@ def find_layers(catalogue: Catalogue) -> tuple[Layer, ...]:
     )
 
 
-def is_chosen(selection: Selection, layer: Layer, index: int, depth: int) -> bool:
+def is_chosen(selection: Selection, layer: Layer, index: int) -> bool:
     """Tell whether a lens was asked for a layer, or for an attention module inside it.
 
     Args:
         selection: what the lens was asked for.
         layer: the layer.
         index: its index in the running forward.
-        depth: number of layers of its stack.
 
     Returns:
         True if it was, or if no layers were named.
     """
-    wanted = selection.layers
+    wanted, depth = selection.layers, selection.catalogue.depth(layer.stack)
     if wanted is None or index in wanted or index - depth in wanted:
         return True
     inside = f"{layer.name}."

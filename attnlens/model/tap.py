@@ -11,15 +11,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from attnlens.capture import Capture, Masking
 from attnlens.errors import InputError
-from attnlens.model.calls import capture_of_call, capture_of_event
+from attnlens.model.calls import (
+    MaskingOf,
+    capture_of_call,
+    capture_of_event,
+    live_of_call,
+    live_of_event,
+)
 from attnlens.model.compiled import running_eagerly
+from attnlens.model.gradients import DeliverGradient, Gradients, LiveContext, relabelled
 from attnlens.model.hooks import Hook
 from attnlens.model.interface import InterfaceCall, listen, masking_of
 from attnlens.model.masks import with_position_bias
@@ -34,6 +41,7 @@ from attnlens.model.sites import Selection, Site, forward_roots
 from attnlens.model.tracing import Event
 
 Deliver = Callable[[Capture], None]
+Mode = Literal["train", "eval", "both"]
 
 
 class Companion(Protocol):
@@ -42,7 +50,13 @@ class Companion(Protocol):
     def attach(self, stack: ExitStack) -> None:
         """Register hooks, each with its removal."""
 
-    def enter(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def enter(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        padding: Tensor | None,
+    ) -> None:
         """Begin the forward pass of the model or, nested in it, of a pretrained one inside."""
 
     def wants_mask(self, site: Site) -> bool:
@@ -67,12 +81,17 @@ class Tap:
         deliver: called with each capture, soon after its call.
         every: look at each N-th outermost forward.
         companion: something else to tell of the forwards that are looked at.
+        mode: which forward passes exist for this tap: those of a model in training mode, in
+            evaluation mode, or both.
+        deliver_gradient: called in the backward pass with each capture and `∂L/∂O`; None asks
+            for no gradients.
 
     Attributes:
         forwards: number of outermost forward passes seen so far.
         looked: how many of them were looked at.
         fired: names of the sites that were heard at least once.
         seen: names of all modules with attention, chosen or not, that were heard.
+        gradients: what follows the contexts into the backward pass, or None.
     """
 
     def __init__(
@@ -82,6 +101,8 @@ class Tap:
         deliver: Deliver,
         every: int,
         companion: Companion | None = None,
+        mode: Mode = "both",
+        deliver_gradient: DeliverGradient | None = None,
     ) -> None:
         self.model = model
         self.selection = selection
@@ -92,9 +113,15 @@ class Tap:
         self._deliver = deliver
         self._every = every
         self._companion = companion
+        self._mode = mode
+        self._chosen = False
+        self._with_graph = False
+        self.gradients = None if deliver_gradient is None else Gradients(deliver_gradient)
         catalogue = selection.catalogue
         self._interface = {id(site.module): site for site in catalogue.interface}
-        self._scope = TraceScope(model, self._heard_event, self._heard_linear)
+        self._scope = TraceScope(
+            model, self._heard_event, self._heard_linear, replays=deliver_gradient is not None
+        )
         self._running: list[nn.Module] = []
         self._padding: list[Tensor | None] = []  # one for each running forward
         self._batch: int | None = None
@@ -150,7 +177,7 @@ class Tap:
 
     @property
     def _looking(self) -> bool:
-        return bool(self._running) and (self.forwards - 1) % self._every == 0
+        return bool(self._running) and self._chosen
 
     def _begin(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if replaying():
@@ -165,7 +192,8 @@ class Tap:
             self._order.restart()
             self._enter_companion(module, args, kwargs)
             return
-        self.forwards += 1
+        self._chosen = self._choose(module)
+        self._with_graph = torch.is_grad_enabled()
         self._order = LayerOrder()
         self._clear()
         if self._looking:
@@ -178,7 +206,14 @@ class Tap:
         self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
         if self._companion is not None and self._looking:
-            self._companion.enter(module, args, kwargs)
+            self._companion.enter(module, args, kwargs, self._padding[-1])
+
+    def _choose(self, module: nn.Module) -> bool:
+        """Count an outermost forward pass and tell whether it is one to look at."""
+        if self._mode != "both" and module.training != (self._mode == "train"):
+            return False
+        self.forwards += 1
+        return (self.forwards - 1) % self._every == 0
 
     def _end(self, module: nn.Module, args: Sequence[Any], output: Any) -> None:
         if replaying() or not self._running:
@@ -188,13 +223,13 @@ class Tap:
             continue
         del self._padding[len(self._running) :]
         outermost = not self._running and looking
+        completed = output is not None  # torch calls this hook without one where the forward raised
         if outermost:
-            self._scope.end()
+            self._scope.end(completed)
             self._settle()
         try:
             if looking and self._companion is not None:
-                # Torch calls this hook without an output where the forward raised.
-                self._companion.leave(len(self._running), completed=output is not None)
+                self._companion.leave(len(self._running), completed)
         finally:
             if outermost:
                 self._clear()
@@ -208,22 +243,45 @@ class Tap:
         self._order.invoke(site)
 
     def _heard_call(self, call: InterfaceCall) -> None:
-        if self._looking and not replaying():
-            site = self._interface[id(call.module)]
-            with _unobserved():
-                self._take(site, lambda: capture_of_call(call, site.name, self._masking))
+        site = self._interface[id(call.module)]
+        self._heard(
+            site,
+            lambda masking: capture_of_call(call, site.name, masking),
+            lambda: live_of_call(call),
+        )
 
     def _heard_event(self, frame: Frame, event: Event) -> None:
-        if not self._looking:
-            return
         site = self.selection.catalogue.site(frame.name, frame.module)
-        if not frame.entered:
+        if self._looking and not frame.entered and not replaying():
             frame.entered = True
             self._enter(site)
-        with _unobserved():
-            self._take(site, lambda: capture_of_event(event, frame.module, site.name))
+        self._heard(
+            site,
+            lambda masking: capture_of_event(event, frame.module, site.name),
+            lambda: live_of_event(event, frame.module),
+        )
 
-    def _take(self, site: Site, build: Callable[[], Capture]) -> None:
+    def _heard(
+        self, site: Site, build: Callable[[MaskingOf], Capture], live: Callable[[], LiveContext]
+    ) -> None:
+        """Take a call of the forward pass, or the replay of one whose gradient is waited for."""
+        if replaying():
+            known = None if self.gradients is None else self.gradients.replayed(site.name)
+            if self.gradients is not None and known is not None:
+                masking = known.masking
+                with _unobserved():
+                    capture = relabelled(build(lambda *_: masking), known)
+                self.gradients.follow(capture, live())
+            return
+        if not self._looking:
+            return
+        with _unobserved():
+            taken = self._take(site, lambda: build(self._masking))
+        if self.gradients is not None and taken is not None and self._with_graph:
+            if not self.gradients.follow(taken, live()):
+                self.gradients.expect(taken, self._order.ordinal(site) == 0)
+
+    def _take(self, site: Site, build: Callable[[], Capture]) -> Capture | None:
         """Label a capture, and deliver it or let it wait for its projection."""
         self.seen.add(site.name)
         layer = self._order.layer(site)
@@ -231,12 +289,12 @@ class Tap:
         masking = companion is not None and companion.wants_mask(site)
         chosen = site.kind in self.selection.kinds and self.selection.accepts(site, layer)
         if not chosen and not masking:
-            return
+            return None
         capture = build()
         if companion is not None and masking:
             companion.attended(site, capture)
         if not chosen:
-            return
+            return None
         self.fired.add(site.name)
         batch = capture.context.shape[0]
         folded = self._batch is not None and batch > self._batch and batch % self._batch == 0
@@ -250,12 +308,15 @@ class Tap:
             windows=batch // self._batch if folded and self._batch else 1,
         )
         known = self._projections.get(site.name)
+        if not capture.context.shape[1]:
+            return None  # a layer whose heads were all pruned attends to nothing
         if known is not None:
             self._send(capture, known, self._order.ordinal(site))
         else:
-            capture = replace(capture, context=capture.context.clone())
-            self._pending.append(capture)
-            self._trail.add(capture.context)
+            waiting = replace(capture, context=capture.context.clone())
+            self._pending.append(waiting)
+            self._trail.add(waiting.context)
+        return capture
 
     def _received(self, name: str, module: nn.Module, received: Tensor) -> None:
         if not self._pending or replaying():
@@ -313,6 +374,8 @@ class Tap:
         self._padding.clear()
         self._projections.clear()
         self._owners = None
+        if self.gradients is not None:
+            self.gradients.close()
 
 
 class LayerOrder:

@@ -8,10 +8,10 @@ inside `F.multi_head_attention_forward`. Nothing is replaced and nothing is comp
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from attnlens.model import interface
 from attnlens.model.hooks import is_suspended
 from attnlens.model.layout import Product, einsum_product, matmul_product, transposed_product
-from attnlens.model.shared import SharedSetting
+from attnlens.model.shared import SharedSetting, ThreadDepth
 
 # Logits at or below this were masked: no model's scores reach it, every additive mask does.
 _MASKED = -5000.0
@@ -45,6 +45,9 @@ _ADJUST = frozenset(
 )
 
 
+Arrange = Callable[[Tensor], Product]
+
+
 @dataclass(frozen=True, eq=False)
 class DirectCall:
     """A direct call of `scaled_dot_product_attention`.
@@ -58,6 +61,7 @@ class DirectCall:
         causal: the `is_causal` argument.
         scaling: factor on the logits, or None for the default.
         output: `[..., Q, D]`.
+        live: the output in the graph.
     """
 
     query: Tensor
@@ -68,6 +72,11 @@ class DirectCall:
     causal: bool
     scaling: float | None
     output: Tensor
+    live: Tensor
+
+    def arrangement(self) -> Arrange:
+        """Return what reads a tensor like `live` as a product; it keeps no operand alive."""
+        return _arrangement("matmul", (), self.output, self.value, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,12 +88,17 @@ class SeenProduct:
         keep: bool like A, False where the logits were masked; None where nothing was.
         dropout: probability that acted on A between the softmax and the product.
         softmax_token: what `where()` said when the softmax ran.
+        live: the output in the graph, in the model's layout.
+        arrangement: returns what reads a tensor like `live` as a product; that keeps no operand
+            alive.
     """
 
     product: Product
     keep: Tensor | None
     dropout: float
     softmax_token: Any
+    live: Tensor
+    arrangement: Callable[[], Arrange]
 
 
 Event = DirectCall | SeenProduct
@@ -251,7 +265,10 @@ class AttentionTrace(TorchFunctionMode):
         if masked is not None:
             kept = _as_product(name, args, masked, value, output.detach(), index)
             masked = None if kept is None else kept.attention
-        self._heard(SeenProduct(product, masked, source.dropout, source.softmax.token))
+        arrangement = partial(_arrangement, name, args, attention, value, index)
+        self._heard(
+            SeenProduct(product, masked, source.dropout, source.softmax.token, output, arrangement)
+        )
 
 
 def _as_product(
@@ -264,6 +281,21 @@ def _as_product(
     if index == 0:
         return matmul_product(attention, value, output)
     return transposed_product(value, attention, output)
+
+
+def _arrangement(
+    name: str, args: tuple[Any, ...], attention: Tensor, value: Tensor, index: int
+) -> Arrange:
+    """How the output of a product is laid out, from the shapes of its operands alone."""
+    equation = args[:1] if name == "einsum" else ()
+    attention, value = attention.to("meta"), value.to("meta")
+
+    def arrange(output: Tensor) -> Product:
+        product = _as_product(name, equation, attention, value, output, index)
+        assert product is not None
+        return product
+
+    return arrange
 
 
 def _replay(source: _Derived, tensor: Tensor, marks: bool = False) -> Tensor:
@@ -307,16 +339,17 @@ def _direct_call(args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) 
         bool(given.get("is_causal")),
         given.get("scale"),
         output.detach(),
+        output,
     )
 
 
 _functional: Any = F
 _HAS_TORCH_FUNCTION = _functional.has_torch_function
-_open = threading.local()
+_open = ThreadDepth()
 
 
 def _has_torch_function(tensors: Any) -> bool:
-    return not getattr(_open, "depth", 0) and _HAS_TORCH_FUNCTION(tensors)
+    return not _open and _HAS_TORCH_FUNCTION(tensors)
 
 
 _answering = SharedSetting(
@@ -332,12 +365,8 @@ def _open_body() -> Iterator[None]:
     The function asks a module-level `has_torch_function` whether to hand its call to the mode;
     for the duration, and in this thread only, the answer is no.
     """
-    with _answering.held():
-        _open.depth = getattr(_open, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            _open.depth -= 1
+    with _answering.held(), _open.entered():
+        yield
 
 
 def takes_fused_path(module: torch.nn.MultiheadAttention, args: tuple[Any, ...]) -> bool:

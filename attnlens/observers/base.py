@@ -15,6 +15,8 @@ from attnlens.errors import InputError
 Self = TypeVar("Self", bound="Observer")
 Sums = dict[str, Tensor]
 LayerKey = tuple[str, int]
+Labels = Tensor | Callable[[Mapping[str, Any]], Tensor] | None
+"""Integer labels `[B, K]`, or what computes them from a model's arguments by name."""
 
 # How a quantity of this suffix is merged; every other is added.
 _COMBINE = {"min": torch.minimum, "max": torch.maximum}
@@ -125,6 +127,22 @@ class LayerObserver(Observer):
         """
 
 
+class GradientObserver(Observer):
+    """An observer that is also told the gradient of the loss with respect to each context.
+
+    The gradient comes from the user's own backward pass, while the lens is active.
+    """
+
+    @abstractmethod
+    def update_gradient(self, capture: Capture, gradient: Tensor) -> None:
+        """Take the gradient of one attention call into account.
+
+        Args:
+            capture: the call, with its context but no queries, keys, values or output projection.
+            gradient: `[B, H, Q, D]`, `∂L/∂O`, detached.
+        """
+
+
 class SumObserver(Observer):
     """An observer whose whole state is sums per layer, so that merging is addition.
 
@@ -191,7 +209,7 @@ class SumObserver(Observer):
         """
         parts: list[Any] = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(parts, self.state_dict(), group=group)
-        self.reset()
+        self.sums = {}
         for part in parts:
             self._add_state(part)
 

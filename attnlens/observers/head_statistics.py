@@ -20,9 +20,8 @@ from attnlens.functional.statistics import (
     null_space_sums,
     pearson,
 )
-from attnlens.kernels import Backend
 from attnlens.observers.base import SumObserver, Sums
-from attnlens.observers.rows import recomputed_context, streamed_rows
+from attnlens.observers.rows import kernel_whitening, recomputed_context, streamed_rows
 from attnlens.observers.tabular import LayeredResult
 
 Fields = Literal["all", "null_space"]
@@ -101,8 +100,6 @@ class HeadStatistics(SumObserver):
         fields: `"all"`, or `"null_space"` for what needs no pass over the attention logits:
             tokens, rank, nullities, condition, `‖A⊥‖_F` and output norm. The rest is then NaN.
         rtol: relative threshold for the numerical rank; by default `max(n, D) · eps(float32)`.
-        backend: `"torch"`, `"triton"`, or `"auto"` for Triton on CUDA tensors where it is
-            installed.
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
@@ -114,14 +111,12 @@ class HeadStatistics(SumObserver):
         *,
         fields: Fields = "all",
         rtol: float | None = None,
-        backend: Backend = "auto",
     ) -> None:
         super().__init__(layers)
         if fields not in ("all", "null_space"):
             raise InputError(f'fields must be "all" or "null_space". Got {fields!r}.')
         self.fields = fields
         self.rtol = rtol
-        self.backend = backend
 
     def update(self, capture: Capture) -> None:
         """Add the examples of one attention call.
@@ -137,15 +132,16 @@ class HeadStatistics(SumObserver):
             context = capture.context
             if output is not None and output.factor is not None:
                 context = context.double() @ output.factor.to(context.device)
-            rows = streamed_rows(capture, self.backend) if self.fields == "all" else None
+            rows = streamed_rows(capture) if self.fields == "all" else None
         else:
-            rows, context = recomputed_context(capture, self.fields == "all", self.backend)
+            rows, context = recomputed_context(capture, self.fields == "all", rtol)
         space = capture.prepared_values(grouped=True)
         gram = None
         if output is not None and output.factor is None:
             gram = output.gram
         active = capture.real_rows.expand(*context.shape[:3])
-        null_space = null_space_sums(space, context, capture.support, rtol, gram, active)
+        factor = kernel_whitening(capture, rtol)
+        null_space = null_space_sums(space, context, capture.support, rtol, gram, active, factor)
         self.add((capture.stack, capture.layer), _sums(capture, null_space, rows, active))
 
     def compute(self) -> HeadStatisticsResult:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +19,6 @@ from attnlens.errors import (
     UnsupportedAttentionError,
 )
 from attnlens.functional.attribution import (
-    box_statistics,
     jackknife_total,
     layer_profile,
     own_histogram,
@@ -35,94 +35,12 @@ from attnlens.functional.jacobian import (
     hidden_token_attribution,
     leave_one_out,
 )
-from attnlens.observers.base import LayerKey, LayerObserver, SumObserver, Sums
-from attnlens.observers.tabular import LayeredResult
-
-Labels = Tensor | Callable[[Mapping[str, Any]], Tensor] | None
-
-
-@dataclass(frozen=True, eq=False)
-class AttributionMatrices:
-    """Contributions to the hidden states of one stack in one forward pass; on the CPU.
-
-    Attributes:
-        stack: the stack of layers.
-        layers: index of each of the L layers.
-        contribution: c_ij, the share of source i in hidden state j, `[L, B, S, T]` in `[0, 1]`;
-            sums to one over the sources of a real target.
-        norm: `‖∂e_j/∂x_i‖`, `[L, B, S, T]`, at least 0.
-        standard_error: of `contribution`, by the jackknife over probes, `[L, B, S, T]`; zero
-            where the Jacobian is exact.
-        mask: real tokens, `[B, K]` bool.
-        sources: positions of the sources, `[S]`.
-        targets: positions of the targets, `[T]`.
-        reverse: whether cotangents were pulled back instead of tangents pushed forward.
-    """
-
-    stack: str
-    layers: tuple[int, ...]
-    contribution: Tensor
-    norm: Tensor
-    standard_error: Tensor
-    mask: Tensor
-    sources: Tensor
-    targets: Tensor
-    reverse: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the tensors, in bytes."""
-        tensors = (self.contribution, self.norm, self.standard_error, self.mask)
-        return sum(tensor.nbytes for tensor in tensors)
-
-
-@dataclass(frozen=True)
-class HiddenTokenAttributionResult(LayeredResult):
-    """Contributions over all real tokens seen, by layer and label of the target token.
-
-    Tensors are float64 on the CPU, with one row per layer and one column per label; NaN where
-    there was no such token. Means are corrected for the bias of the sketch, so single values may
-    leave `[0, 1]` by about their error. Errors are standard errors of the sketch alone, not of
-    the choice of texts: zero where exact, NaN with a single probe, and rather too large for means
-    over tokens, whose errors partly cancel.
-
-    Attributes:
-        layers: `(stack, layer)` of each of the L rows.
-        labels: names of the G labels.
-        tokens: number of target tokens, `[L, G]`.
-        own: mean contribution of a token to its own hidden state, `[L, G]` in `[0, 1]`.
-        own_error: standard error of `own`, `[L, G]`.
-        own_box: lower whisker, first quartile, median, third quartile and upper whisker of the
-            own contributions as sketched, `[L, G, 5]` in `[0, 1]`, right to 1.3e-4.
-        not_main: share of tokens to which another contributes more than they do themselves,
-            `[L, G]` in `[0, 1]`.
-        distance: mean contribution of one neighbour at distance 1, 2, 3, 4–5, 6–10, 11 and more,
-            on both sides, `[L, G, 6]` in `[0, 1]`.
-        distance_error: standard error of `distance`, `[L, G, 6]`.
-        distance_profile: `distance` in percent of its sum over the layers of the stack,
-            `[L, G, 6]` in `[0, 100]`.
-        offset: contribution of the position at each offset, −R … R, averaged over all target
-            tokens, `[L, G, 2R + 1]` in `[0, 1]`; the own position, R, is empty.
-        offset_error: standard error of `offset`, `[L, G, 2R + 1]`.
-        by_label: share of the tokens of each label, last, in the hidden states of each label,
-            `[L, G, G]` in `[0, 1]`.
-        by_label_error: standard error of `by_label`, `[L, G, G]`.
-    """
-
-    layers: tuple[LayerKey, ...]
-    labels: tuple[str, ...]
-    tokens: Tensor
-    own: Tensor
-    own_error: Tensor
-    own_box: Tensor
-    not_main: Tensor
-    distance: Tensor
-    distance_error: Tensor
-    distance_profile: Tensor
-    offset: Tensor
-    offset_error: Tensor
-    by_label: Tensor
-    by_label_error: Tensor
+from attnlens.observers.attribution_results import (
+    AttributionMatrices,
+    HiddenTokenAttributionResult,
+    layer_means,
+)
+from attnlens.observers.base import Labels, LayerObserver, SumObserver, Sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +70,8 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
             None takes all.
         norm: `"fro"`, or `"spectral"`, which needs `probes=None`.
         keep: `"aggregates"`, or `"matrices"` to keep the contributions of every forward pass as
-            well, in :attr:`matrices`; needed with `sources` or `targets`.
+            well, in :attr:`matrices`; needed with `sources` or `targets`. Matrices stay with
+            the observer: :meth:`state_dict` and :meth:`sync` leave them out.
         labels: integer label of every token, `[B, K]`, of the forward passes to come; or what
             computes it from the model's arguments by name. Tokens whose label is not in
             0 … G − 1 are left out. May be set between forward passes. None: all share label 0.
@@ -269,7 +188,7 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
                 else "HiddenTokenAttribution has seen no complete forward pass of the layers it "
                 "was asked for. Run the model inside `with Lens(...)`, and check `layers`."
             )
-        rows = [_means({n: t.cpu() for n, t in self.sums[key].items()}) for key in keys]
+        rows = [layer_means({n: t.cpu() for n, t in self.sums[key].items()}) for key in keys]
         means = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         profile = torch.empty_like(means["distance"])
         for stack in {stack for stack, _ in keys}:
@@ -300,13 +219,8 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
         self._count_passes()
         return self
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the aggregates; matrices are not part of the state.
-
-        Args:
-            state: what :meth:`state_dict` returned.
-        """
-        super().load_state_dict(state)
+    def _add_state(self, state: Mapping[str, Tensor]) -> None:
+        super()._add_state(state)
         self._count_passes()
 
     def _count_passes(self) -> None:
@@ -327,18 +241,19 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
                 f"The layers {stack} are no chain of hidden states [B, K, M], along which tokens "
                 f"could be followed: {obstacle}."
             )
-        attribution = hidden_token_attribution(
-            [step.rerun for step in steps],
-            [step.hidden for step in steps],
-            mask=mask,
-            probes=self.probes,
-            sources=self.sources,
-            targets=self.targets,
-            at=at,
-            norm=self.norm,
-            seed=self.seed + self._passes[stack],
-            memory_budget=self.memory_budget,
-        )
+        with _refusing(stack):
+            attribution = hidden_token_attribution(
+                [step.rerun for step in steps],
+                [step.hidden for step in steps],
+                mask=mask,
+                probes=self.probes,
+                sources=self.sources,
+                targets=self.targets,
+                at=at,
+                norm=self.norm,
+                seed=self.seed + self._passes[stack],
+                memory_budget=self.memory_budget,
+            )
         self._passes[stack] += 1
         indices = tuple(steps[place].layer for place in at)
         if self.keep == "matrices":
@@ -410,29 +325,28 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
             )
 
 
+@contextmanager
+def _refusing(stack: str) -> Iterator[None]:
+    """Say in words that torch cannot differentiate a layer forwards or map it over tangents."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError) as error:
+        raise UnsupportedAttentionError(
+            f"Tokens cannot be followed through the layers {stack}: torch has no derivative for "
+            f"what they do. {str(error).splitlines()[0]}"
+        ) from error
+
+
 def _obstacle(layer: LayerCapture, before: Sequence[_Step]) -> str:
     """Why tokens cannot be followed into or through a layer; empty if they can."""
     entered, left = list(layer.hidden.shape), list(layer.output.shape)
-    if len(entered) != 3 or entered != left:
+    if len(entered) != 3:
+        return f"the hidden states of {layer.name} are {entered}"
+    if entered != left:
         return f"{layer.name} turns {entered} into {left}"
     if layer.link == "broken":
         source = before[-1].name if before else "the layer before"
         return f"what enters {layer.name} is not what left {source}"
     return ""
-
-
-def _means(sums: Sums) -> Sums:
-    """Turn the sums of a layer into the fields of the result."""
-    tokens = sums["tokens"]  # [G, 1]
-    counts = {"own": tokens, "distance": sums["pairs"], "offset": tokens, "by_label": tokens}
-    means = {name: sums[name] / count for name, count in counts.items()}
-    errors = {
-        f"{name}_error": sums[f"{name}_variance"].sqrt() / count for name, count in counts.items()
-    }
-    scalar = {"own", "own_error"}
-    return {
-        "tokens": tokens[:, 0],
-        "own_box": box_statistics(sums["histogram"]),
-        "not_main": sums["not_main"][:, 0] / tokens[:, 0],
-        **{name: t[:, 0] if name in scalar else t for name, t in (means | errors).items()},
-    }

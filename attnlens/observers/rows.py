@@ -9,30 +9,26 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnlens.capture import Capture
-from attnlens.functional.factor import default_rtol
 from attnlens.functional.nullspace import shared_basis
 from attnlens.functional.statistics import RowSums, row_sums
-from attnlens.kernels import Backend, row_statistics
+from attnlens.kernels import gram_factor, resolve, row_statistics
 
 
-def streamed_rows(capture: Capture, backend: Backend) -> RowSums:
+def streamed_rows(capture: Capture) -> RowSums:
     """Sum every attention row without building the matrix.
 
     Args:
         capture: the call.
-        backend: see :mod:`attnlens.kernels`.
 
     Returns:
         The sums, each `[B, H, Q]` float64.
     """
     if capture.streams:
-        return _stream_rows(capture, backend)[0]
+        return _stream_rows(capture)[0]
     return _joined(row_sums(attention) for _, attention in capture.attention_chunks())
 
 
-def _stream_rows(
-    capture: Capture, backend: Backend, basis: Tensor | None = None
-) -> tuple[RowSums, Tensor]:
+def _stream_rows(capture: Capture, basis: Tensor | None = None) -> tuple[RowSums, Tensor]:
     """Row sums and coordinates in a basis from queries and keys, in one pass."""
     query, key, scaling = capture.query, capture.grouped_key, capture.scaling
     assert query is not None and key is not None and scaling is not None
@@ -45,16 +41,14 @@ def _stream_rows(
         bias=masking.bias,
         causal=masking.causal,
         scaling=scaling,
-        backend=backend,
+        backend=capture.backend,
     )
     total = torch.isfinite(rows.logsumexp).double()  # a row with keys sums to one
     sums = RowSums(total, rows.square_sum.double(), rows.entropy.double())
     return sums, total if rows.coordinates is None else rows.coordinates
 
 
-def recomputed_context(
-    capture: Capture, sums: bool, backend: Backend
-) -> tuple[RowSums | None, Tensor]:
+def recomputed_context(capture: Capture, sums: bool, rtol: float) -> tuple[RowSums | None, Tensor]:
     """Recompute `O = A V` without the dropout and the rounding of the model's own.
 
     The basis U of the values is perfectly conditioned, so that float32 is enough for coordinates
@@ -63,7 +57,7 @@ def recomputed_context(
     Args:
         capture: the call.
         sums: whether row sums are wanted too.
-        backend: see :mod:`attnlens.kernels`.
+        rtol: relative threshold for the numerical rank.
 
     Returns:
         The row sums or None, and O `[B, H, Q, E]` float64 in the space of
@@ -73,11 +67,10 @@ def recomputed_context(
         return _blockwise(capture, sums)
     # examples that are not finite are left out later; a factorisation must not meet them
     values = torch.nan_to_num(capture.prepared_values(), 0.0, 0.0, 0.0)
-    rtol = default_rtol(*values.shape[-2:])
     basis = shared_basis(values, capture.support, rtol, like=capture.value).basis
     rows = None
     if sums or capture.bias is not None:
-        rows, coordinates = _stream_rows(capture, backend, basis)
+        rows, coordinates = _stream_rows(capture, basis)
     else:
         query, key = (t.to(basis.dtype) for t in (capture.query, capture.key) if t is not None)
         coordinates = scaled_dot_product_attention(
@@ -90,6 +83,30 @@ def recomputed_context(
         )
     context = coordinates.double() @ (basis.double().mT @ values)
     return (rows if sums else None), context
+
+
+def kernel_whitening(capture: Capture, rtol: float) -> tuple[Tensor, Tensor] | None:
+    """Factor the values of a call by the fused kernel, where Triton serves it.
+
+    The kernel never waits for the device; the factorisation of :mod:`attnlens.functional` does,
+    to tell the heads that need more than Cholesky.
+
+    Args:
+        capture: the call.
+        rtol: relative threshold for the numerical rank.
+
+    Returns:
+        The whitening factor `[B, Hv, D, D]` float64 and the rank `[B, Hv]`, or None where
+        PyTorch serves the call.
+    """
+    value, support = capture.grouped_value, capture.support
+    deficient = capture.output is not None and capture.output.factor is not None
+    if deficient or not support.shared or support.keys.shape[1] not in (1, value.shape[1]):
+        return None
+    if resolve(capture.backend, value.device, dtype=value.dtype, width=value.shape[-1]) == "torch":
+        return None
+    found = gram_factor(value, support.keys, rtol=rtol, extremes=False, backend=capture.backend)
+    return found.whitening.double(), found.rank.long()
 
 
 def _blockwise(capture: Capture, sums: bool) -> tuple[RowSums | None, Tensor]:

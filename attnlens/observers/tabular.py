@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from attnlens.observers.base import LayerKey
 
 
 class LayeredResult:
-    """A frozen dataclass with a row per layer in each of its tensors."""
+    """A frozen dataclass with a row per layer in its tensors."""
 
     layers: tuple[LayerKey, ...]
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -39,8 +40,6 @@ class LayeredResult:
             The `pandas.DataFrame`, indexed by stack, layer and head (or label). Quantities of
             more than one number per row have a column for each, as in `distance[0]`.
         """
-        import pandas
-
         labels = getattr(self, "labels", None)
         columns: dict[str, np.ndarray] = {}
         rows = 0
@@ -51,8 +50,23 @@ class LayeredResult:
             flat = array.reshape(array.shape[0] * rows, -1)
             names = [name] if array.ndim == 2 else [f"{name}[{i}]" for i in range(flat.shape[1])]
             columns |= dict(zip(names, flat.T, strict=True))
-        index = pandas.MultiIndex.from_tuples(
-            [(*layer, row) for layer in self.layers for row in (labels or range(rows))],
-            names=["stack", "layer", "label" if labels else "head"],
-        )
-        return pandas.DataFrame(columns, index=index)
+        index = [(*layer, row) for layer in self.layers for row in (labels or range(rows))]
+        return table(index, ("stack", "layer", "label" if labels else "head"), columns)
+
+
+def table(
+    index: Sequence[tuple[object, ...]], names: Sequence[str], columns: Mapping[str, np.ndarray]
+) -> Any:
+    """Build a `pandas.DataFrame`.
+
+    Args:
+        index: of each row.
+        names: of the levels of the index.
+        columns: by name.
+
+    Returns:
+        The table.
+    """
+    import pandas
+
+    return pandas.DataFrame(dict(columns), pandas.MultiIndex.from_tuples(index, names=names))

@@ -12,10 +12,8 @@ from torch.nn.functional import pad
 
 from attnlens.capture import HiddenState
 from attnlens.errors import AttnLensError, InputError
-from attnlens.observers.base import LayerKey, LayerObserver, SumObserver, Sums
+from attnlens.observers.base import Labels, LayerKey, LayerObserver, SumObserver, Sums
 from attnlens.observers.tabular import LayeredResult
-
-Labels = Tensor | Callable[[Mapping[str, Any]], Tensor] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +83,8 @@ class TokenSaliency(SumObserver, LayerObserver):
 
     The gradients are those of the `backward()` that the user calls inside the lens, scaled as the
     loss is: a mean over B examples makes each of them B times smaller. Backward passes add up, so
-    gradient accumulation and checkpointing change nothing.
+    gradient accumulation and checkpointing change nothing. (Of several layers under one reentrant
+    checkpoint only the last is seen: torch gives the others no place in the outer graph.)
 
     Args:
         layers: layer indices to look at; None looks at all, and at what enters the first one.

@@ -1,0 +1,334 @@
+"""`LensCallback`: follow heads through a training with the Hugging Face Trainer."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from attnlens.capture import Kind
+from attnlens.errors import AttnLensError, AttnLensWarning, InputError
+from attnlens.lens import Lens
+from attnlens.model.tap import Mode
+from attnlens.observers import HeadImportance, Observer
+from attnlens.training.files import NAME, read_state, write_state
+from attnlens.training.steps import calling_trainer, loss_scale, surround
+from attnlens.training.window import (
+    Choice,
+    Keep,
+    Window,
+    checked_observers,
+    forward_only,
+    layer_values,
+    named_scalars,
+)
+
+
+class LensCallback(TrainerCallback):
+    """Look at some steps of a training and log what their heads did, beside the loss.
+
+    trainer = Trainer(..., callbacks=[LensCallback(every_n_steps=50)])
+
+    Whenever the Trainer logs, scalars go through its logging too, so that every reporter gets
+    them; each describes the steps looked at since the last log. Losses and weights are
+    bit-identical to those of a training without the callback (a compiled model runs uncompiled in
+    the steps looked at). Statistics are of A before dropout. A lens is open during the forward
+    and the backward pass of a step looked at, and closed whatever happens there. The state is
+    saved in each checkpoint folder and restored with it.
+
+    Args:
+        observers: observers of sums, such as `HeadStatistics()`, the default, and
+            `HeadImportance()`. Afterwards they hold the whole training.
+        every_n_steps: look at each N-th optimisation step, beginning with the first, with all its
+            micro-batches; in an evaluation, at each N-th batch.
+        on: look at `"train"` steps, at `"eval"` batches, or `"both"`.
+        keep: `"summary"` for the mean of every layer, `"all"` for every head too, or a list of
+            `(layer, head)`.
+        quantities: fields of the observers' results to log; the usual ones by default.
+        histograms: write the distribution over the heads of each layer where TensorBoard is used.
+        layers: layers to look at, see :class:`~attnlens.Lens`.
+        kinds: kinds of attention to look at, see :class:`~attnlens.Lens`.
+
+    Attributes:
+        observers: what was given, or `HeadStatistics`.
+        eval_observers: what holds the evaluations: with `on="eval"` the observers themselves,
+            else empty copies of those that need no backward pass.
+
+    Raises:
+        InputError: if an argument is of the wrong kind or value.
+    """
+
+    def __init__(
+        self,
+        observers: Iterable[Observer] = (),
+        *,
+        every_n_steps: int = 50,
+        on: Mode = "train",
+        keep: Keep = "summary",
+        quantities: Iterable[str] | None = None,
+        histograms: bool = True,
+        layers: Iterable[int | str] | None = None,
+        kinds: Iterable[Kind] | Kind | None = None,
+    ) -> None:
+        whole = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool)
+        if not whole or every_n_steps < 1:
+            raise InputError(f"every_n_steps must be a positive integer. Got {every_n_steps!r}.")
+        if on not in ("train", "eval", "both"):
+            raise InputError(f'on must be "train", "eval" or "both". Got {on!r}.')
+        self.observers = checked_observers(observers)
+        self.eval_observers = self.observers if on == "eval" else forward_only(self.observers)
+        if on == "eval" and len(forward_only(self.observers)) < len(self.observers):
+            raise InputError('HeadImportance needs a backward pass: use on="train" or on="both".')
+        self.every_n_steps = every_n_steps
+        self._choice = Choice.of(keep, quantities)
+        self._histograms = histograms
+        layers = layers if layers is None or isinstance(layers, (int, str)) else list(layers)
+        self._make_lens = partial(Lens, layers=layers, kinds=kinds)
+        self._windows: dict[str, Window] = {}
+        if on != "eval":
+            self._windows["train"] = Window(self.observers)
+        if on != "train":
+            self._windows["eval"] = Window(self.eval_observers)
+        self._lenses: dict[str, Lens] = {}
+        self._trainer: Callable[[], Any] = lambda: None
+        self._steps = self._batches = 0
+        self._restored = self._logging = self._warned = False
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the state of the observers into a checkpoint folder.
+
+        In a distributed run every process must call this; the first one writes.
+
+        Args:
+            folder: where to; nothing is written if it does not exist.
+        """
+        state = {
+            f"{phase}/{name}": tensor
+            for phase, window in self._windows.items()
+            for name, tensor in window.state(sync=_distributed()).items()
+        }
+        if _first_process() and Path(folder).is_dir():
+            write_state(folder, state, self._kinds())
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Restore what :meth:`save` wrote; a resumed training does so itself if it finds it.
+
+        Args:
+            folder: the checkpoint folder.
+        """
+        state = read_state(folder, self._kinds())
+        for phase, window in self._windows.items():
+            prefix = f"{phase}/"
+            own = {n[len(prefix) :]: t for n, t in state.items() if n.startswith(prefix)}
+            window.restore(own, recent=_first_process())
+        self._restored = True
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Meet the Trainer."""
+        self._meet(calling_trainer(self))
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Restore the state of a resumed training."""
+        self._meet(calling_trainer(self))
+        if args.n_gpu > 1:
+            raise InputError(
+                "With several devices in one process the Trainer uses nn.DataParallel, which runs "
+                "copies of the model that no hook can follow. Start it with torchrun."
+            )
+        if not self._restored:
+            for window in self._windows.values():
+                window.drop()
+            if state.global_step:
+                self._resume(args, state)
+        self._restored = self._warned = False
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count the steps looked at anew."""
+        self._steps = 0
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Warn, once in a training, if no step of the epoch was looked at."""
+        if "train" in self._windows and not self._steps and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"every_n_steps={self.every_n_steps} looked at no step of a whole epoch, the one "
+                f"that ended with step {state.global_step}. Choose a smaller number.",
+                AttnLensWarning,
+                stacklevel=2,
+            )
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log what was seen since the last time, training and evaluation each with its own."""
+        if self._logging:
+            return
+        prefix = _evaluated(logs or {})
+        window = self._windows.get("train" if prefix is None else "eval")
+        if window is None:
+            return
+        results = window.close(sync=_distributed())
+        scalars = named_scalars(results, self._choice)
+        if not scalars:
+            return
+        self._logging = True
+        try:
+            self._trainer().log({f"{prefix or ''}{name}": v for name, v in scalars.items()})
+        finally:
+            self._logging = False
+        if self._histograms:
+            self._write_histograms(results, prefix or "", state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Let go of the model."""
+        self._lenses.clear()
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin the next evaluation with a first batch, and let go of the model."""
+        self._end_batches()
+
+    def on_predict(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Close the window; a prediction is not logged."""
+        self._end_batches()
+        if "eval" in self._windows:
+            self._windows["eval"].close(sync=_distributed())
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Save the state beside the Trainer's."""
+        self.save(_checkpoint(args, state))
+
+    def _meet(self, trainer: Any) -> None:
+        """Put a lens around the Trainer's steps, once."""
+        if trainer is None:
+            raise AttnLensError(
+                "LensCallback found no Trainer among its callers. Pass it to a transformers "
+                "Trainer as callbacks=[...], or use attnlens.monitor in a loop of your own."
+            )
+        if self._trainer() is trainer:
+            return
+        self._trainer = weakref.ref(trainer)
+        if "train" in self._windows:
+            surround(trainer, "training_step", self, self._around_step)
+        if "eval" in self._windows:
+            surround(trainer, "prediction_step", self, self._around_batch)
+
+    def _around_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> AbstractContextManager[Any]:
+        trainer = self._trainer()
+        if trainer.state.global_step % self.every_n_steps:
+            return nullcontext()
+        self._steps += 1
+        scale = loss_scale(trainer, num_items_in_batch)
+        window = self._windows["train"]
+        for given, recent in zip(window.totals, window.recent, strict=True):
+            if isinstance(given, HeadImportance) and isinstance(recent, HeadImportance):
+                recent.loss_scale = scale if given.loss_scale is None else given.loss_scale
+        return self._lens("train", trainer.model)
+
+    def _around_batch(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        self._batches += 1
+        if (self._batches - 1) % self.every_n_steps:
+            return nullcontext()
+        return self._lens("eval", self._trainer().model)
+
+    def _end_batches(self) -> None:
+        self._batches = 0
+        self._lenses.pop("eval", None)
+
+    def _lens(self, phase: str, model: torch.nn.Module) -> Lens:
+        """The lens of a phase, made anew when the Trainer has a new model."""
+        lens = self._lenses.get(phase)
+        if lens is None or lens.model is not model:
+            lens = self._make_lens(model, *self._windows[phase].recent)
+            self._lenses[phase] = lens
+        return lens
+
+    def _write_histograms(self, results: list[Any], prefix: str, step: int) -> None:
+        """Hand the heads of every layer to each TensorBoard writer among the reporters."""
+        reporters = self._trainer().callback_handler.callbacks
+        writers = [getattr(reporter, "tb_writer", None) for reporter in reporters]
+        for writer in filter(None, writers):
+            for result in results:
+                for name, _, label, heads in layer_values(result, self._choice):
+                    known = heads[~heads.isnan()]
+                    if len(known):
+                        writer.add_histogram(f"{prefix}attnlens/{name}/{label}", known, step)
+
+    def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
+        given = args.resume_from_checkpoint
+        folders = [_checkpoint(args, state), *([Path(given)] if isinstance(given, str) else [])]
+        for folder in folders:
+            if (folder / NAME).is_file():
+                self.load(folder)
+                return
+        warnings.warn(
+            f"The training resumes at step {state.global_step}, but there is no {NAME} in "
+            f"{folders[0]}, so the observers begin anew. If it is elsewhere, call "
+            f"callback.load(folder) before train().",
+            AttnLensWarning,
+            stacklevel=2,
+        )
+
+    def _kinds(self) -> list[str]:
+        """What must agree between a saved state and this callback."""
+        return [
+            f"{phase} {type(observer).__name__}"
+            for phase, window in self._windows.items()
+            for observer in window.totals
+        ]
+
+
+def _evaluated(logs: dict[str, Any]) -> str | None:
+    """The prefix of an evaluation's log, such as `eval_`; None for a training's."""
+    for name in logs:
+        if name.endswith("_runtime") and name != "train_runtime":
+            return name.removesuffix("runtime")
+    return None
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+
+
+def _distributed() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def _first_process() -> bool:
+    return not _distributed() or torch.distributed.get_rank() == 0
