@@ -46,6 +46,7 @@ from attnlens.observers import (
     TokenSaliency,
 )
 from attnlens.report.page import Report, report
+from attnlens.storage import load, save
 from attnlens.training import monitor
 from attnlens.verdict import Verdict, check
 
@@ -86,9 +87,11 @@ __all__ = [
     "save_pruned",
     "load_pruned",
     "pruning_curve",
-    # showing
+    # showing and keeping
     "Report",
     "report",
+    "save",
+    "load",
     # errors
     "AttnLensError",
     "AttnLensWarning",

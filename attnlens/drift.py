@@ -24,11 +24,13 @@ from attnlens.observers import (
     Recording,
 )
 from attnlens.observers.tabular import LayeredResult
+from attnlens.storage import storable
 
 Batch = Mapping[str, Any]
 Layers = tuple[tuple[str, int], ...]
 
 
+@storable()
 @dataclass(frozen=True)
 class HeadDrift(LayeredResult):
     """From one model to another, per layer and head; all `[L, H]` float64 on the CPU.
