@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import html
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from attnlens.errors import InputError
 from attnlens.report.content import document
@@ -66,11 +68,11 @@ def report(
             left out or kept. Positions stand in for them where they are not given.
         model: name of the model; of a folder only its last part is shown.
         settings: what else to say about the run; of paths only the last part is shown.
-        layers: layer indices of the maps to include; None includes all that fit.
+        layers: layer indices of the maps to include; None includes all.
         heads: head indices of the maps to include; None includes all that fit.
         max_tokens: most tokens of an example to show, from the first.
-        max_bytes: bound on the size of the file. Maps are rounded and then left out to keep it;
-            the page says so.
+        max_bytes: bound on the size of the file. To keep it, maps are rounded to fewer decimals,
+            then cut to fewer tokens, then those of some heads left out; the page says so.
 
     Returns:
         The page.
@@ -80,8 +82,9 @@ def report(
             small.
     """
     plotly = _plotly()
-    style, behaviour, body = (_asset(f"page.{ending}") for ending in ("css", "js", "html"))
-    fixed = sum(len(part.encode()) for part in (plotly, style, behaviour, body)) + _SHELL_BYTES
+    style, body, behaviour = _asset("page.css"), _asset("page.html"), _behaviour()
+    parts = (plotly.packed, style, behaviour, body)
+    fixed = sum(len(part.encode()) for part in parts) + _SHELL_BYTES
     content = document(
         results,
         tokens,
@@ -96,12 +99,12 @@ def report(
         "versions": versions(),
     }
     page = body.replace("/*style*/", style)
-    for name, script in {"plotly": plotly, "behaviour": behaviour}.items():
-        page = page.replace(f"{{{{{name} digest}}}}", _digest(script))
+    for name, digest in {"plotly": plotly.digest, "behaviour": _digest(behaviour)}.items():
+        page = page.replace(f"{{{{{name} digest}}}}", digest)
     page = page.replace("{{title}}", html.escape(f"attnlens · {content['model'] or 'report'}"))
     head, between, tail = _split(page, "{{plotly}}", "{{behaviour}}")
     before, after = head.split("{{content}}")
-    page = "".join([before, _as_json(content), after, plotly, between, behaviour, tail])
+    page = "".join([before, _as_json(content), after, plotly.packed, between, behaviour, tail])
     if len(page.encode()) > max_bytes:
         raise InputError(
             f"The page needs {len(page.encode()):,} bytes, above max_bytes={max_bytes:,}. Pass "
@@ -133,7 +136,15 @@ def without_folders(entry: Any) -> Any:
     return entry
 
 
-def _plotly() -> str:
+class _Script(NamedTuple):
+    """A script to be unpacked by the page, and the digest by which the browser lets it run."""
+
+    packed: str
+    digest: str
+
+
+@cache
+def _plotly() -> _Script:
     try:
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError as error:
@@ -141,7 +152,14 @@ def _plotly() -> str:
             'The report needs plotly. Install it: pip install "attnlens[report]"'
         ) from error
     script: str = get_plotlyjs()
-    return script
+    small = gzip.compress(script.encode(), mtime=0)
+    return _Script(base64.b64encode(small).decode(), _digest(script))
+
+
+def _behaviour() -> str:
+    """The page's own scripts as one, in a scope of its own."""
+    scripts = "\n".join(_asset(f"{name}.js") for name in ("data", "figures", "page"))
+    return f'"use strict";\n(() => {{\n{scripts}}})();\n'
 
 
 def _asset(name: str) -> str:

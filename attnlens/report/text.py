@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from torch import Tensor
 
 from attnlens.errors import InputError
+from attnlens.observers.tabular import LayeredResult
 
 # What each field of HeadStatisticsResult says of a head, in plain words.
 MEANINGS = {
@@ -29,6 +28,15 @@ MEANINGS = {
     "pooled_correlation": "Pearson's r between raw and effective attention, all examples pooled",
     "entropy": "how widely a token spreads its attention, in nats: 0 is a single token",
     "output_norm": "size of what a head writes, ‖AT‖",
+    "importance": "how much the loss depends on a head, E |⟨O_h, ∂L/∂O_h⟩| per example",
+    "token_importance": "how much the loss depends on a head, E |⟨o_i, ∂L/∂o_i⟩| per token",
+    "seen": "how many examples ran forward",
+    "raw_cosine": "likeness of raw attention in the two models, the cosine of A",
+    "effective_cosine": "likeness of effective attention in the two models, the cosine of A⊥",
+    "effective_fraction_change": "‖A⊥‖²/‖A‖² of the second model minus that of the first",
+    "importance_change": "importance in the second model minus that in the first",
+    "own": "share of a hidden state that comes from its own token",
+    "not_main": "share of tokens to which another token contributes more than they do themselves",
 }
 
 
@@ -37,17 +45,6 @@ class Text(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-class LayeredResult(Protocol):
-    """A result with one row per layer."""
-
-    @property
-    def layers(self) -> tuple[tuple[str, int], ...]:
-        """Stack and layer of each row."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every `[L, H]` quantity by name."""
 
 
 def field_of(result: LayeredResult, field: str) -> Tensor:
