@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,7 @@ import torch
 from attnlens.errors import InputError
 from attnlens.lens import Lens
 from attnlens.model.loading import TextModel
-from attnlens.observers import (
-    AttentionMap,
-    EffectiveAttention,
-    HeadStatistics,
-    HeadStatisticsResult,
-    Observer,
-)
+from attnlens.observers import HeadStatistics, HeadStatisticsResult, Observer
 from attnlens.storage import save, versions, write_atomically
 
 FIELDS = tuple(f.name for f in fields(HeadStatisticsResult) if f.type == "Tensor")
@@ -54,8 +48,6 @@ class Run:
         examples: number of texts.
         truncated: number of texts that were cut to the model's limit.
         statistics: the result.
-        maps: maps of every example, if they were asked for, in the order of `tokens`.
-        tokens: tokens of each example, in the order in which they were read: longest first.
     """
 
     model: str
@@ -63,8 +55,6 @@ class Run:
     examples: int
     truncated: int
     statistics: HeadStatisticsResult
-    maps: tuple[AttentionMap, ...] = ()
-    tokens: tuple[tuple[str, ...], ...] = ()
 
     def to_json(self) -> str:
         """Return everything as a JSON document; missing numbers are null."""
@@ -101,7 +91,7 @@ def measure(
     texts: Sequence[str],
     settings: Settings,
     advance: Callable[[int], None] = lambda examples: None,
-    maps: bool = False,
+    others: Iterable[Observer] = (),
 ) -> Run:
     """Look at every head of a model while it reads texts.
 
@@ -110,28 +100,16 @@ def measure(
         texts: at least one.
         settings: how to.
         advance: told after each batch how many texts it held.
-        maps: keep attention maps as well.
+        others: observers that look on.
 
     Returns:
         The result.
     """
     statistics = HeadStatistics()
-    kept = EffectiveAttention()
-    observers: list[Observer] = [statistics, kept] if maps else [statistics]
-    lens = Lens(model.model, *observers, layers=settings.layers)
+    lens = Lens(model.model, statistics, *others, layers=settings.layers)
     tokenised = model.tokenise(texts, settings.max_length)
     with lens, torch.no_grad():
         for batch in model.batches(tokenised, settings.batch_size):
             model.model(**batch)
             advance(len(batch["input_ids"]))
-    ids = tokenised.columns["input_ids"]
-    names = [model.tokenizer.convert_ids_to_tokens(list(ids[i])) for i in tokenised.by_length]
-    return Run(
-        model.name,
-        settings,
-        len(texts),
-        tokenised.truncated,
-        statistics.compute(),
-        tuple(kept.compute()) if maps else (),
-        tuple(map(tuple, names)),
-    )
+    return Run(model.name, settings, len(texts), tokenised.truncated, statistics.compute())

@@ -130,10 +130,10 @@ function drawMaps(parts) {
     height: tall, margin: { l: 90, r: 20, t: 34, b: 90 },
     coloraxis: { colorscale: signed(), cmin: -range, cmax: range, colorbar: bar() },
     yaxis: tokenAxis(height, tall - 124, { autorange: "reversed" }),
-    annotations: Object.values(TITLES).map((text, index) => ({
+    annotations: [...Object.values(TITLES).map((text, index) => ({
       text: `<b>${text}</b>`, showarrow: false, xref: `x${index ? index + 1 : ""} domain`, yref: "paper", x: 0, y: 1.01,
       xanchor: "left", yanchor: "bottom",
-    })),
+    })), ...emptiness(parts)],
     shapes: [0, 1, 2].map(followed),
   });
   [0, 1, 2].forEach((index) => {
@@ -143,6 +143,13 @@ function drawMaps(parts) {
   });
   Plotly.react("maps", traces, figure, config);
   drawFocus(parts, labels);
+}
+
+// A word where a map is blank because all of it is zero.
+function emptiness(parts) {
+  if (parts.null.flat().some((value) => value !== 0)) return [];
+  const text = "zero to all digits:<br>all of this head's<br>attention counts";
+  return [{ text, showarrow: false, xref: "x3 domain", yref: "paper", x: 0.5, y: 0.5, font: { size: 13, color: colour("--soft") } }];
 }
 
 // A frame around the row or column of the chosen token.
@@ -192,7 +199,7 @@ function drawAttribution(block) {
     type: "heatmap", z: values.map((row) => row.map((value) => value / 100)), x: block.sources, text, hoverinfo: "text",
     colorscale: "Cividis", zmin: 0, zmax: top > 0 ? top : 1, xgap: 1, ygap: 1, colorbar: bar({ ticksuffix: " %" }),
   }], layout({
-    height: 130 + block.layers.length * 26, margin: { l: 60, r: 20, t: 10, b: 90 },
+    height: 150 + block.layers.length * 26, margin: { l: 60, r: 20, t: 30, b: 90 },
     xaxis: tokenAxis(Math.max(...block.sources) + 1, at("attribution").clientWidth - 100, { tickangle: -60 }),
     yaxis: layerAxis(block.layers, { autorange: "reversed" }),
   }), config);

@@ -115,6 +115,15 @@ function listen() {
   dark.addEventListener("change", draw);
 }
 
+// The head to begin with: of those with maps the one with the most null attention.
+function first() {
+  const grid = content.grids.find((entry) => entry.name === "effective fraction");
+  const fraction = ({ layer, head }) => (grid && grid.values[grid.layers.indexOf(layer)]?.[head]) ?? 1;
+  const there = content.maps.filter((block) => block.example === 0)
+    .flatMap((block) => block.heads.map((head) => ({ layer: block.layer, head })));
+  return there.reduce((best, next) => (best && fraction(best) <= fraction(next) ? best : next), null) ?? {};
+}
+
 async function start() {
   if (typeof DecompressionStream === "undefined") {
     at("loading").textContent = "This browser cannot unpack the page. Any from 2023 or later can.";
@@ -127,8 +136,7 @@ async function start() {
   document.head.append(library);
   at("loading").hidden = true;
   at("page").hidden = false;
-  const first = content.maps.find((block) => block.heads.length);
-  await choose({ example: 0, layer: headLayers()[0] ?? 0, ...(first ? { layer: first.layer, head: first.heads[0] } : {}) });
+  await choose({ example: 0, layer: headLayers()[0] ?? 0, ...first() });
   listen();
 }
 
