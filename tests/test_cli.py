@@ -189,23 +189,6 @@ def test_output_folder_holds_the_result_twice_and_nothing_else(folders, text, tm
     assert header["settings"]["text"] == str(text)
 
 
-def test_html_is_one_file_without_folders_of_the_machine(folders, text, tmp_path):
-    page = tmp_path / "report.html"
-    attnlens("report", folders / "bert", "--text", text, "--html", page)
-    content = page.read_text()
-    assert list(tmp_path.glob("report*")) == [page]
-    assert len(content.encode()) < 10_000_000
-    assert str(folders) not in content and str(tmp_path) not in content
-    assert '"model":"bert"' in content and "##" in content
-
-
-def test_a_page_without_a_folder_is_refused_before_the_run(folders, text, tmp_path):
-    path = tmp_path / "none" / "report.html"
-    result = attnlens("report", folders / "bert", "--text", text, "--html", path)
-    assert result.exit_code == 2
-    assert "folder does not exist" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("choice", "layers"), [("0", [0]), ("-1", [1]), ("1, 0", [0, 1]),
                            ("encoder.layer.1.attention.self", [1])],

@@ -55,6 +55,21 @@ function cellText(values, high) {
   return values.map((row) => row.map((value) => (value === null ? "–" : minus(value.toFixed(places)))));
 }
 
+// Numbers in the cells, dark on light ones and light on dark ones.
+function cellWords(grid, cells, far) {
+  const text = cellText(grid.values, far).flat();
+  const [heads, flat] = [grid.values[0].length, grid.values.flat()];
+  const ink = flat.map((value) => {
+    const place = (value - cells.zmin) / (cells.zmax - cells.zmin);
+    const bright = cells.colorscale === "Cividis" ? place > 0.5 : dark.matches === Math.abs(place - 0.5) > 0.3;
+    return value === null ? colour("--ink") : bright ? "#000000" : "#ffffff";
+  });
+  return {
+    type: "scatter", mode: "text", x: flat.map((_, i) => i % heads), y: flat.map((_, i) => Math.floor(i / heads)),
+    text, textfont: { size: heads > 16 ? 9 : 12, color: ink }, hoverinfo: "skip", showlegend: false,
+  };
+}
+
 function drawOverview() {
   const grid = content.grids[Number(at("field").value)];
   at("meaning").textContent = grid.meaning;
@@ -66,7 +81,6 @@ function drawOverview() {
   const cells = {
     type: "heatmap", z: grid.values, colorscale: change ? signed() : "Cividis",
     zmin: change ? -far : low, zmax: change ? far : high === low ? low + 1 : high, xgap: 2, ygap: 2,
-    text: cellText(grid.values, far), texttemplate: heads <= 24 ? "%{text}" : "", textfont: { size: heads > 16 ? 9 : 12 },
     customdata: grid.layers.map((layer, row) => grid.values[row].map((value) => [plain(content.layers[layer]), digits(value, 4)])),
     hovertemplate: `layer %{customdata[0]}, head %{x}<br>${plain(grid.name)} %{customdata[1]}<extra></extra>`,
     colorbar: bar(),
@@ -77,7 +91,8 @@ function drawOverview() {
     { ...edge, line: { color: colour("--panel"), width: 6 } },
     { ...edge, line: { color: colour("--mark"), width: 3 } },
   ];
-  Plotly.react("overview", [cells, ...mapMarks(grid, heads)], layout({
+  const words = heads <= 24 ? [cellWords(grid, cells, far)] : [];
+  Plotly.react("overview", [cells, ...words, ...mapMarks(grid, heads)], layout({
     height: 96 + Math.max(3, grid.layers.length) * 34, margin: { l: 60, r: 20, t: 30, b: 44 },
     xaxis: axis({ title: { text: "head", standoff: 6 }, dtick: 1, range: [-0.5, heads - 0.5], fixedrange: true }),
     yaxis: layerAxis(grid.layers, { range: [grid.layers.length - 0.5, -0.5], fixedrange: true }),

@@ -115,13 +115,15 @@ function listen() {
   dark.addEventListener("change", draw);
 }
 
-// The head to begin with: of those with maps the one with the most null attention.
+// What to begin with: the longest example, and of its heads with maps the one with the most null.
 function first() {
+  const longest = Math.max(0, ...content.examples.map((entry) => entry.length));
+  const example = Math.max(0, content.examples.findIndex((entry) => entry.length === longest));
   const grid = content.grids.find((entry) => entry.name === "effective fraction");
   const fraction = ({ layer, head }) => (grid && grid.values[grid.layers.indexOf(layer)]?.[head]) ?? 1;
-  const there = content.maps.filter((block) => block.example === 0)
+  const there = content.maps.filter((block) => block.example === example)
     .flatMap((block) => block.heads.map((head) => ({ layer: block.layer, head })));
-  return there.reduce((best, next) => (best && fraction(best) <= fraction(next) ? best : next), null) ?? {};
+  return there.reduce((best, next) => ("head" in best && fraction(best) <= fraction(next) ? best : { example, ...next }), { example });
 }
 
 async function start() {
@@ -136,7 +138,7 @@ async function start() {
   document.head.append(library);
   at("loading").hidden = true;
   at("page").hidden = false;
-  await choose({ example: 0, layer: headLayers()[0] ?? 0, ...first() });
+  await choose({ layer: headLayers()[0] ?? 0, ...first() });
   listen();
 }
 
