@@ -8,12 +8,15 @@ import torch
 
 from attnlens import (
     EffectiveAttention,
+    HeadImportance,
     HeadStatistics,
     HiddenTokenAttribution,
     InputError,
     Lens,
     Recording,
+    TokenIdentifiability,
     TokenSaliency,
+    compare,
 )
 from attnlens.display import facts_html, heads_html
 from tests import models
@@ -126,3 +129,23 @@ def test_a_table_of_saliency_is_by_label():
     table = result.to_pandas()
     assert list(table.columns) == ["tokens", "norm", "product", "magnitude"]
     assert table.loc[(*result.layers[0], "all"), "norm"] == result.norm[0, 0].item()
+
+
+def test_tables_of_importance_drift_and_identifiability():
+    model, importance = models.build("bert"), HeadImportance()
+    collector = TokenIdentifiability("naive", neighbours=1, label_names=("all",))
+    with Lens(model, importance, collector):
+        for seed in range(8):
+            batch = models.text_inputs(tuple(range(4, 16)), seed)
+            model(**batch).last_hidden_state.square().sum().backward()
+    result = importance.compute()
+    row = result.to_pandas().loc[(*result.layers[1], 2)]
+    assert row["importance"] == result.importance[1, 2].item() and row["seen"] == 96
+    drift = compare(model, model, models.inputs("bert"))
+    assert drift.to_pandas().shape == (8, 5) and "before" not in drift.to_pandas()
+    rates = collector.compute()
+    table = rates.to_pandas()
+    assert table.index.tolist() == list(rates.layers)
+    assert table["rate"].tolist() == rates.rate.tolist()
+    assert table["neighbours[1]"].tolist() == rates.neighbours[:, 1].tolist()
+    assert np.isnan(table["loss"]).all() and list(table)[-2:] == ["neighbours[-1]", "neighbours[1]"]

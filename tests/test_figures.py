@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from attnlens import InputError
+import attnlens
+from attnlens import HiddenTokenAttribution, InputError, Lens
 from attnlens.report import figures
+from tests import heads, models
 
 GENERATOR = torch.Generator().manual_seed(0)
 L, G, R = 3, 2, 4
@@ -101,3 +103,35 @@ def test_before_and_after():
 def test_figures_draw_on_axes_they_are_given():
     axes = figures.not_main_share(RESULT)
     assert figures.correlation_by_length([1], [0.5], axes=axes) is axes
+
+
+def test_heads_that_a_layer_does_not_have_are_left_out():
+    raw = torch.rand(L, 4, G, generator=GENERATOR)
+    raw[1, 3] = torch.nan
+    found = lines(rendered(figures.attention_by_token_type(raw, raw, ["a", "b"])))
+    np.testing.assert_allclose(found["b, raw"][1], raw[1, :3, 1].mean(), rtol=1e-6)
+
+
+def test_results_of_the_package_can_be_drawn():
+    model = models.build("bert")
+    attribution = HiddenTokenAttribution(2)
+    with Lens(model, attribution), torch.no_grad():
+        model(**models.inputs("bert"))
+    result = attribution.compute()
+    for draw in (
+        figures.own_contribution,
+        figures.not_main_share,
+        figures.contribution_by_distance,
+        figures.contribution_by_offset,
+    ):
+        rendered(draw(result))
+    drift = attnlens.compare(model, model, models.inputs("bert"))
+    axes = figures.before_and_after(drift.before.entropy, drift.after.entropy, name="entropy")
+    points = np.asarray(rendered(axes).collections[0].get_offsets())
+    np.testing.assert_array_equal(points[:, 0], drift.before.entropy.flatten())
+    np.testing.assert_array_equal(points[:, 0], points[:, 1])
+    order = torch.arange(8.0).reshape(2, 4)
+    curve = attnlens.pruning_curve(heads.build("bert"), lambda model: 0.5, {"size": order}, 2)
+    scores = {"size": [[point.value for point in line] for line in curve.curves("size")]}
+    axes = rendered(figures.pruning_curves(curve.fractions, scores))
+    np.testing.assert_allclose(lines(axes)["size"], [0.5] * 3)

@@ -236,6 +236,8 @@ def test_tokens_that_do_not_fit_are_refused(seen):
         attnlens.report(seen, tokens=[["a"] * 3, ["b"] * 6])
     with pytest.raises(InputError, match="nothing to show"):
         attnlens.report([])
+    with pytest.raises(InputError, match="no view of float, str"):
+        attnlens.report([seen, 1.0, "a"])
 
 
 @pytest.mark.parametrize(

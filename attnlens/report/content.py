@@ -50,6 +50,10 @@ def document(
     maps = maps_by_example((r for r in found if isinstance(r, AttentionMap)), layers, heads)
     attributions = attribution_by_example(r for r in found if isinstance(r, AttributionMatrices))
     layered = [result for result in found if isinstance(result, LayeredResult)]
+    shown = (AttentionMap, AttributionMatrices, LayeredResult)
+    others = sorted({type(r).__name__ for r in found if not isinstance(r, shown)})
+    if others:
+        raise InputError(f"There is no view of {', '.join(others)}. Pass the other results alone.")
     if not (maps or attributions or layered):
         raise InputError(
             "There is nothing to show. Pass a lens that has looked, observers, or results."

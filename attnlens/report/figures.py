@@ -43,7 +43,8 @@ def attention_by_token_type(
     """Draw how much raw and effective attention each type of token gets, by layer.
 
     Args:
-        raw: share of each type, `[L, H, G]` or `[L, G]`; heads give means and a spread.
+        raw: share of each type, `[L, H, G]` or `[L, G]`; heads give means and a spread, and
+            those that are NaN are left out.
         effective: the same of effective attention.
         types: names of the G types.
         axes: where to draw; new ones by default.
@@ -62,7 +63,7 @@ def attention_by_token_type(
             raise InputError(f"{len(types)} types for values of shape {list(array.shape)}.")
         layers = np.arange(len(heads))
         for place, name in enumerate(types):
-            mean, spread = heads[..., place].mean(1), heads[..., place].std(1)
+            mean, spread = np.nanmean(heads[..., place], 1), np.nanstd(heads[..., place], 1)
             look = _look(place)
             axes.plot(layers, mean, ls=style, label=f"{name}, {kind}", **look)
             axes.fill_between(
