@@ -116,7 +116,7 @@ function mapMarks(grid, heads) {
 
 function limit(parts) {
   const sizes = Object.values(parts).slice(0, 2).flat(2).filter(Number.isFinite).map(Math.abs).sort((a, b) => a - b);
-  const place = at("clip").checked ? Math.floor(0.99 * (sizes.length - 1)) : sizes.length - 1;
+  const place = at("clip").checked ? Math.floor(0.97 * (sizes.length - 1)) : sizes.length - 1;
   return sizes[place] || sizes[sizes.length - 1] || 1;
 }
 
@@ -135,7 +135,7 @@ function drawMaps(parts) {
   const [height, width] = [parts.raw.length, parts.raw[0].length];
   const labels = Array.from({ length: Math.max(width, height) }, (_, i) => label(i));
   const room = Math.max(180, at("maps").clientWidth / 3 - 60);
-  const tall = Math.min(620, room + 130);
+  const tall = Math.min(640, Math.max(room + 130, Math.min(height, 30) * 14 + 124));
   const traces = Object.entries(parts).map(([part, values], index) => ({
     type: "heatmap", z: values.map((row) => row.map((value) => value / unit)),
     xaxis: `x${index + 1}`, yaxis: "y", coloraxis: "coloraxis", hoverinfo: "text", name: part,
