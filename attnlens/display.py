@@ -26,13 +26,19 @@ def facts_html(title: str, facts: Iterable[tuple[str, object]]) -> str:
     return f"<table>{_caption(title)}<tbody>{rows}</tbody></table>"
 
 
-def heads_html(title: str, layers: Sequence[tuple[str, int]], values: Tensor) -> str:
-    """Lay one number per head out as a layer × head table, shaded by value.
+def heads_html(
+    title: str,
+    layers: Sequence[tuple[str, int]],
+    values: Tensor,
+    columns: Sequence[str] | None = None,
+) -> str:
+    """Lay numbers out as a layer × head table, or with other columns, shaded by value.
 
     Args:
         title: plain text.
         layers: stack and layer of each row.
         values: `[L, H]`; NaN where a layer has no such head.
+        columns: H names, by default those of heads.
 
     Returns:
         An HTML table; every cell holds its number.
@@ -41,7 +47,8 @@ def heads_html(title: str, layers: Sequence[tuple[str, int]], values: Tensor) ->
     low, high = (known.min().item(), known.max().item()) if known.numel() else (0.0, 1.0)
     several = len({stack for stack, _ in layers}) > 1
     labels = [f"{stack} {layer}" if several else f"layer {layer}" for stack, layer in layers]
-    heads = "".join(f"<th>head {head}</th>" for head in range(values.shape[1]))
+    names = columns or [f"head {head}" for head in range(values.shape[1])]
+    heads = "".join(f"<th>{escape(name)}</th>" for name in names)
     rows = [
         f"<tr><th>{escape(label)}</th>{_shaded(row, low, (high - low) or 1.0)}</tr>"
         for label, row in zip(labels, values.tolist(), strict=True)

@@ -55,6 +55,8 @@ class HeadDrift(LayeredResult):
     before: HeadStatisticsResult
     after: HeadStatisticsResult
 
+    _shown = "effective_cosine"
+
     def to_dict(self) -> dict[str, object]:
         """Return plain lists and strings, ready for JSON; NaN becomes None."""
         return {

@@ -125,7 +125,7 @@ def read_maps(browser, maps, place, decimals):
 
 
 TOKENS = [[f"a{i}" for i in range(19)], [f"b{i}" for i in range(6)]]
-PLACES = ((0, 0, 0, 3, 5), (1, 2, 1, 4, 2), (0, 3, 0, 18, 0))
+PLACES = ((1, 2, 1, 4, 2), (0, 0, 0, 18, 5))
 
 
 def test_a_person_can_look_around(browser, seen, tmp_path):
@@ -148,7 +148,7 @@ def test_a_person_can_look_around(browser, seen, tmp_path):
 def test_rounded_maps_say_no_more_than_they_know(browser, seen, tmp_path, monkeypatch):
     monkeypatch.setattr(fitting, "DECIMALS", (3,))
     opened(browser, seen, tmp_path, TOKENS, scheme="dark")
-    read_maps(browser, seen.observers[1].compute(), PLACES[0], 3)
+    read_maps(browser, seen.observers[1].compute(), PLACES[1], 3)
     ground = "return getComputedStyle(document.body).backgroundColor"
     assert browser.execute_script(ground) == "rgb(20, 23, 27)"
     assert browser.save_screenshot(str(ARTEFACTS / "report-dark.png"))
@@ -185,7 +185,7 @@ def press(browser, *keys):
 def test_hostile_tokens_run_nothing(browser, seen, tmp_path):
     opened(browser, seen, tmp_path, [(HOSTILE * 3)[:19], HOSTILE[:6]])
     assert HOSTILE[0] in hover(browser, "maps", 0, 0)
-    for choice in range(9):
+    for choice in (1, 6, 8):
         choose(browser, token=choice)
     assert browser.execute_script("return window.hacked") is None
     assert not browser.find_elements(By.CSS_SELECTOR, "main img, main a, nav img")

@@ -115,6 +115,7 @@ def test_results_turn_into_tables(lens):
     stack = result.layers[1][0]
     assert table.loc[(stack, 1, 2), "entropy"] == result.entropy[1, 2].item()
     attribution = lens.observers[3].compute()
+    assert "<th>all</th>" in attribution._repr_html_()
     table = attribution.to_pandas()
     row = table.loc[(attribution.layers[1][0], 1, "all")]
     assert row["own"] == attribution.own[1, 0].item()
@@ -144,6 +145,12 @@ def test_tables_of_importance_drift_and_identifiability():
     drift = compare(model, model, models.inputs("bert"))
     assert drift.to_pandas().shape == (8, 5) and "before" not in drift.to_pandas()
     rates = collector.compute()
+    for shown, title, value in (
+        (result, "importance", result.importance[0, 0]),
+        (drift, "effective cosine", drift.effective_cosine[0, 0]),
+        (rates, "rate", rates.rate[0]),
+    ):
+        assert f"<b>{title}</b>" in shown._repr_html_() and f">{value:.4g}<" in shown._repr_html_()
     table = rates.to_pandas()
     assert table.index.tolist() == list(rates.layers)
     assert table["rate"].tolist() == rates.rate.tolist()

@@ -94,6 +94,8 @@ class HiddenTokenAttributionResult(LayeredResult):
     by_label: Tensor
     by_label_error: Tensor
 
+    _shown = "own"
+
 
 def layer_means(sums: Sums) -> Sums:
     """Turn the sums of a layer into fields of the result.

@@ -46,6 +46,8 @@ class HeadImportanceResult(LayeredResult):
     importance: Tensor
     token_importance: Tensor
 
+    _shown = "importance"
+
 
 class HeadImportance(GradientObserver, SumObserver):
     """`I_h = E |⟨O_h, ∂L/∂O_h⟩|`, from the backward pass that runs anyway.

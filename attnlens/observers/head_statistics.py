@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from attnlens.capture import Capture
-from attnlens.display import heads_html
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError
 from attnlens.functional.factor import default_rtol
 from attnlens.functional.statistics import (
@@ -73,8 +72,7 @@ class HeadStatisticsResult(LayeredResult):
     output_norm: Tensor
     value_space: tuple[str, ...]
 
-    def _repr_html_(self) -> str:
-        return heads_html("effective fraction", self.layers, self.effective_fraction)
+    _shown = "effective_fraction"
 
     def to_dict(self) -> dict[str, object]:
         """Return plain lists and strings, ready for JSON; NaN becomes None."""

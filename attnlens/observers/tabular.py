@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
+from attnlens.display import heads_html
 from attnlens.observers.base import LayerKey
 
 
@@ -20,6 +21,15 @@ class LayeredResult:
 
     # Tensors whose second axis is neither heads nor labels.
     _other: ClassVar[frozenset[str]] = frozenset()
+
+    # The quantity that says most, shown in a notebook.
+    _shown: ClassVar[str]
+
+    def _repr_html_(self) -> str:
+        values = getattr(self, self._shown)
+        labels = getattr(self, "labels", None) if values.dim() == 2 else [""]
+        rows = values.reshape(len(self.layers), -1)
+        return heads_html(self._shown.replace("_", " "), self.layers, rows, labels)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every quantity by name."""

@@ -89,6 +89,8 @@ class TokenIdentifiabilityResult(LayeredResult):
     epochs: Tensor
     ridge: Tensor
 
+    _shown = "rate"
+
     def to_pandas(self) -> Any:
         """Return a table with a row for each layer; needs pandas.
 

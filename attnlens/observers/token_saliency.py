@@ -59,6 +59,7 @@ class TokenSaliencyResult(LayeredResult):
     position_product: Tensor
     position_magnitude: Tensor
 
+    _shown = "norm"
     _other = frozenset({"position_norm", "position_product", "position_magnitude"})
 
 
