@@ -67,6 +67,7 @@ def test_heads_layers_and_tokens_are_chosen(folder, tmp_path):
     assert {tuple(block["heads"]) for block in found["maps"]} == {(1, 3)}
     assert found["layers"] == ["1"]
     assert max(len(example["tokens"]) for example in found["examples"]) == 5
+    assert max(example["length"] for example in found["examples"]) == 12
     assert "have more than 5 tokens" in said and found["notes"][0] in said
 
 
@@ -99,6 +100,12 @@ def test_wrong_choices_are_refused(folder, tmp_path, arguments, message):
     result = CliRunner().invoke(app, [str(part) for part in (*command, *page, *arguments)])
     assert result.exit_code == 2 and message in re.sub(r"\s+", " ", result.stderr)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_only_the_report_can_show_needs_one(folder):
+    command = ["report", folder / "tiny", "--text", folder / "texts.txt", "--attribution"]
+    result = CliRunner().invoke(app, [str(part) for part in command])
+    assert result.exit_code == 2 and "need --html" in result.stderr
 
 
 def test_the_demo_has_a_report_of_every_head(tmp_path):

@@ -171,6 +171,13 @@ def test_long_examples_are_shown_through_a_window(seen):
     assert one.tolist() == shown(maps.raw[0, 2, :7, :7], 6)
 
 
+def test_maps_of_the_first_tokens_alone_are_taken_as_such(seen):
+    whole = seen.observers[1].compute()
+    cut = [replace(m, raw=m.raw[..., :9, :9], effective=m.effective[..., :9, :9]) for m in whole]
+    expected, found = (content(attnlens.report(maps, max_tokens=9)) for maps in (whole, cut))
+    assert found == expected and found["examples"][0]["length"] == 19
+
+
 def test_maps_that_were_not_kept_are_asked_for_in_vain(seen):
     with pytest.raises(InputError, match="heads must be some of 0, 1, 2, 3"):
         attnlens.report(seen, heads=[4])

@@ -90,6 +90,8 @@ def report(
     """Run text through a model and show one number per attention head."""
     with plain_errors():
         _check(field, output)
+        if html is None and (heads or attribution or identifiability):
+            raise InputError("--heads, --attribution and --identifiability need --html.")
         wanted = (read_heads(heads), shown, max_tokens, megabytes, attribution, identifiability)
         page = None if html is None else Page(html, *wanted)
         settings = Settings(text, lines, batch_size, max_length, _layers(layers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,10 +19,10 @@ from attnlens.functional.token_maps import MapKind
 from attnlens.lens import Lens
 from attnlens.model.loading import TextModel
 from attnlens.observers import (
+    AttentionMap,
     EffectiveAttention,
     HiddenTokenAttribution,
     MapTraining,
-    Observer,
     TokenIdentifiability,
 )
 
@@ -117,7 +117,7 @@ def read_heads(text: str | None) -> tuple[int, ...] | None:
 
 def look_closely(
     model: TextModel, texts: Sequence[str], settings: Settings, page: Page
-) -> tuple[list[Observer], list[list[str]]]:
+) -> tuple[list[Any], list[list[str]]]:
     """Keep maps, and attribution if wanted, of the first examples, one by one in their order.
 
     Args:
@@ -127,28 +127,36 @@ def look_closely(
         page: what is wanted.
 
     Returns:
-        Observers that have looked, and the tokens of each example.
+        What to report, and the tokens of each example.
     """
-    observers: list[Any] = [EffectiveAttention(heads=page.heads)]
-    if page.attribution:
-        observers.append(HiddenTokenAttribution(_PROBES, keep="matrices"))
+    maps = EffectiveAttention(heads=page.heads)
+    attribution = [HiddenTokenAttribution(_PROBES, keep="matrices")] if page.attribution else []
     chosen = texts[: page.examples]
+    kept: list[AttentionMap] = []
     tokens = []
-    lens = Lens(model.model, *observers, layers=settings.layers)
+    lens = Lens(model.model, maps, *attribution, layers=settings.layers)
     with counting("Looking closely", len(chosen)) as advance, lens, torch.no_grad():
         for text in chosen:
             for batch in model.batches(model.tokenise([text], settings.max_length), 1):
                 model.model(**batch)
                 ids = batch["input_ids"][0].tolist()
                 tokens.append(list(model.tokenizer.convert_ids_to_tokens(ids)))
+            kept += [_beginning(entry, page.tokens) for entry in maps.compute()]
+            maps.reset()
             advance(1)
-    return observers, tokens
+    return [*kept, *attribution], tokens
+
+
+def _beginning(entry: AttentionMap, tokens: int) -> AttentionMap:
+    """Drop what will not be shown, so that long examples do not fill the memory."""
+    raw, effective = (m[..., :tokens, :tokens].clone() for m in (entry.raw, entry.effective))
+    return replace(entry, raw=raw, effective=effective)
 
 
 def write_page(
     run: Run,
     page: Page,
-    seen: tuple[list[Observer], list[list[str]]],
+    seen: tuple[list[Any], list[list[str]]],
     collectors: Sequence[TokenIdentifiability],
 ) -> None:
     """Write the report of a run.
@@ -162,14 +170,14 @@ def write_page(
     Raises:
         InputError: if the file cannot be written, or be that small.
     """
-    observers, tokens = seen
+    closely, tokens = seen
     rates = []
     try:
         rates = [entry.using(kind).compute() for entry in collectors for kind in _MAPS]
     except AttnLensError as error:
         say(f"[yellow]note:[/] Tokens were not identified. {escape(str(error))}")
     report = attnlens.report(
-        [run.statistics, *rates, *observers],
+        [run.statistics, *rates, *closely],
         tokens=tokens,
         model=Path(run.model).name if Path(run.model).is_dir() else run.model,
         settings={**asdict(run.settings), "text": Path(run.settings.text).name},

@@ -16,7 +16,7 @@ LayerKey = tuple[str, int]
 
 @dataclass(frozen=True)
 class ExampleMaps:
-    """Maps of one layer and example, cut to real tokens.
+    """Maps of one layer and example, cut to real tokens; possibly to the first of them.
 
     Attributes:
         layer: stack and layer.
@@ -24,7 +24,7 @@ class ExampleMaps:
         heads: indices of the heads, h of them.
         raw: `[h, q, k]`.
         effective: `[h, q, k]`.
-        positions: which of the K keys are real, `[k]`.
+        positions: which of the K keys are real, all of them.
         padded: K.
     """
 
@@ -66,7 +66,8 @@ def maps_by_example(
     """Take maps apart by example; each layer counts its examples as they come.
 
     Args:
-        maps: maps as they were seen.
+        maps: maps as they were seen; `raw` and `effective` may hold the first tokens alone, and
+            `mask` tells of all.
         layers: layers to keep, or None for all.
         heads: heads to keep, or None for all.
 
@@ -103,14 +104,13 @@ def _map_entries(
         for place in range(entry.raw.shape[0] if kept else 0):
             allowed = entry.mask[place].any(0)
             rows, columns = (allowed.any(axis).nonzero()[:, 0] for axis in (1, 0))
+            held = rows[rows < entry.raw.shape[-2]], columns[columns < entry.raw.shape[-1]]
+            raw, effective = (
+                maps[place, kept][:, held[0]][..., held[1]] for maps in (entry.raw, entry.effective)
+            )
+            heads_kept = tuple(entry.heads[i] for i in kept)
             yield ExampleMaps(
-                key,
-                first + place,
-                tuple(entry.heads[i] for i in kept),
-                entry.raw[place, kept][:, rows][..., columns],
-                entry.effective[place, kept][:, rows][..., columns],
-                columns,
-                entry.raw.shape[-1],
+                key, first + place, heads_kept, raw, effective, columns, allowed.shape[-1]
             )
 
 
