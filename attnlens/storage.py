@@ -1,4 +1,4 @@
-"""Results as plain files: safetensors with a JSON header, written whole or not at all.
+"""Results and captures as plain files: safetensors with a JSON header, written whole or not at all.
 
 save(statistics.compute(), "heads.safetensors", model="my/model")
 result = load("heads.safetensors")
@@ -9,90 +9,156 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors import torch as tensor_files
 from torch import Tensor
 
+from attnlens.capture import Capture, Masking, OutputProjection
 from attnlens.errors import InputError
-from attnlens.observers import HeadStatisticsResult
+from attnlens.observers import (
+    AttentionMap,
+    AttributionMatrices,
+    HeadStatisticsResult,
+    HiddenTokenAttributionResult,
+    TokenSaliencyResult,
+)
 
-FORMAT = 1
+FORMAT = 2
 _KEY = "attnlens"
-_KINDS = {kind.__name__: kind for kind in (HeadStatisticsResult,)}
+_SEAL = "sha256"
+_BLANK = "0" * 64
+_RESULTS = (HeadStatisticsResult, HiddenTokenAttributionResult, TokenSaliencyResult)
+_ENTRIES = (Capture, AttentionMap, AttributionMatrices)  # come in lists
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in (*_RESULTS, *_ENTRIES)}
+_PARTS: dict[str, type] = {kind.__name__: kind for kind in (Masking, OutputProjection)}
 _PACKAGES = ("attnlens", "torch", "transformers", "safetensors")
 
 
 def save(
-    result: HeadStatisticsResult,
+    result: Any,
     path: str | os.PathLike[str],
     *,
     model: str = "",
     settings: Mapping[str, Any] | None = None,
+    tokens: Sequence[Sequence[str]] | None = None,
 ) -> None:
-    """Write a result to a safetensors file.
+    """Write a result, or a list of captures, maps or matrices, to a safetensors file.
 
     The file's metadata holds, under `attnlens`, a JSON header with the format version, the kind
-    of result, its fields that are no tensors, names and shapes of the tensors, and the versions
-    of the libraries. An existing file is replaced at once or, if anything fails, left as it is.
+    of result, what is no tensor, names and shapes of the tensors, and the versions of the
+    libraries; and under `sha256` a digest of the file. An existing file is replaced at once or,
+    if anything fails, left as it is.
 
     Args:
-        result: what to write.
+        result: what an observer computed: statistics, aggregates, or a list of
+            :class:`~attnlens.Capture`, :class:`~attnlens.observers.AttentionMap` or
+            :class:`~attnlens.observers.AttributionMatrices`.
         path: where to; the folder must exist.
         model: name of the model, for the record.
         settings: anything JSON can hold, for the record.
+        tokens: tokens of each example, for the record.
+
+    Raises:
+        InputError: if there is no form for such a result.
     """
-    tensors = {name: tensor.contiguous() for name, tensor in result.tensors().items()}
+    several = isinstance(result, (list, tuple))
+    kinds = {type(entry).__name__ for entry in (result if several else [result])}
+    allowed = {kind.__name__ for kind in (_ENTRIES if several else _RESULTS)}
+    if len(kinds) != 1 or not kinds <= allowed:
+        raise InputError(
+            f"Results to save are one of {', '.join(k.__name__ for k in _RESULTS)}, or a list of "
+            f"one of {', '.join(k.__name__ for k in _ENTRIES)}. Got {', '.join(sorted(kinds))}"
+            f"{' in a list' if several else ''}."
+        )
+    writer = _Writer()
+    content = writer.entries(result) if several else writer.fields_of(result)
+    tensors = {name: tensor.detach().contiguous() for name, tensor in writer.tensors.items()}
     header = {
         "format": FORMAT,
-        "kind": type(result).__name__,
-        "fields": {
-            field.name: getattr(result, field.name)
-            for field in fields(result)
-            if field.name not in tensors
-        },
+        "kind": kinds.pop(),
+        "entries" if several else "fields": content,
+        "parts": writer.parts,
         "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
         "model": model,
         "settings": dict(settings or {}),
+        "tokens": None if tokens is None else [list(example) for example in tokens],
         "versions": versions(),
     }
-    write_atomically(path, tensor_files.save(tensors, {_KEY: json.dumps(header)}))
+    write_atomically(path, _sealed(tensors, json.dumps(header)))
 
 
-def load(path: str | os.PathLike[str]) -> HeadStatisticsResult:
-    """Read a result that :func:`save` wrote.
+def load(path: str | os.PathLike[str]) -> Any:
+    """Read what :func:`save` wrote.
 
     Args:
         path: the file.
 
     Returns:
-        The result, equal to what was saved.
+        The result or the list, bit-identical to what was saved, on the CPU.
 
     Raises:
-        InputError: if the file is damaged, not from attnlens, or of a newer format.
+        InputError: if the file is damaged, not from attnlens, or of another format.
         FileNotFoundError: if there is no file.
     """
     header, tensors = _read(path)
     kind = _KINDS[header["kind"]]
-    found: dict[str, Any] = {name: _as_tuples(entry) for name, entry in header["fields"].items()}
-    found |= tensors
-    missing = {field.name for field in fields(kind)} ^ found.keys()
-    if missing:
-        raise InputError(
-            f"{path} does not hold a {kind.__name__}: {', '.join(sorted(missing))} missing or "
-            f"unknown."
-        )
-    return kind(**found)
+    reader = _Reader(path, header, tensors)
+    try:
+        if "entries" in header:
+            return [reader.build(kind, entry) for entry in header["entries"]]
+        return reader.build(kind, header["fields"])
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"The attnlens header of {path} is damaged: {error!r}.") from error
+
+
+def save_captures(
+    captures: Sequence[Capture],
+    path: str | os.PathLike[str],
+    *,
+    model: str = "",
+    settings: Mapping[str, Any] | None = None,
+    tokens: Sequence[Sequence[str]] | None = None,
+) -> None:
+    """Write captures, with tensors that they share written once.
+
+    Args:
+        captures: at least one.
+        path: where to; the folder must exist.
+        model: name of the model, for the record.
+        settings: anything JSON can hold, for the record.
+        tokens: tokens of each example, for the record.
+    """
+    save(list(captures), path, model=model, settings=settings, tokens=tokens)
+
+
+def load_captures(path: str | os.PathLike[str]) -> list[Capture]:
+    """Read captures that :func:`save_captures` wrote.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The captures, on the CPU; what they derive is computed again.
+
+    Raises:
+        InputError: if the file is damaged, or holds something else.
+    """
+    found = load(path)
+    if not (isinstance(found, list) and all(isinstance(entry, Capture) for entry in found)):
+        raise InputError(f"{path} holds {read_header(path)['kind']}, no captures. Use load().")
+    return found
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read what :func:`save` noted beside the tensors: model, settings, versions, shapes.
+    """Read what :func:`save` noted beside the tensors: model, settings, tokens, versions, shapes.
 
     Args:
         path: the file.
@@ -101,7 +167,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
         The header.
 
     Raises:
-        InputError: if the file is damaged, not from attnlens, or of a newer format.
+        InputError: if the file is damaged, not from attnlens, or of another format.
         FileNotFoundError: if there is no file.
     """
     return _read(path)[0]
@@ -137,15 +203,111 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+class _Writer:
+    """Takes objects apart into JSON and tensors, each shared tensor and part once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.parts: list[dict[str, Any]] = []
+        self._names: dict[tuple[Any, ...], str] = {}
+        self._places: dict[int, int] = {}
+
+    def entries(self, entries: Sequence[Any]) -> list[dict[str, Any]]:
+        """Every entry of a list, its tensors named `index.field`."""
+        return [self.fields_of(entry, f"{place}.") for place, entry in enumerate(entries)]
+
+    def fields_of(self, entry: Any, prefix: str = "") -> dict[str, Any]:
+        """Fields of a dataclass; a tensor of the name it would have anyway is left out."""
+        found = {}
+        for field in fields(entry):
+            value = getattr(entry, field.name)
+            if field.name.startswith("_"):
+                continue
+            if isinstance(value, Tensor) and self._name(value, prefix + field.name) == field.name:
+                continue
+            found[field.name] = self._plain(value, prefix + field.name)
+        return found
+
+    def _plain(self, value: Any, name: str) -> Any:
+        if isinstance(value, Tensor):
+            return {"tensor": self._name(value, name)}
+        if type(value).__name__ in _PARTS:
+            return {"part": self._part(value)}
+        return value
+
+    def _part(self, part: Any) -> int:
+        if id(part) not in self._places:
+            place = self._places[id(part)] = len(self.parts)
+            kind = type(part).__name__
+            self.parts.append({"kind": kind, "fields": self.fields_of(part, f"part{place}.")})
+        return self._places[id(part)]
+
+    def _name(self, tensor: Tensor, name: str) -> str:
+        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        key = memory if tensor.numel() else (name,)
+        known = self._names.setdefault(key, name)
+        if known == name:
+            self.tensors[name] = tensor
+        return known
+
+
+class _Reader:
+    """Puts objects together again; what was shared is shared."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> None:
+        self.path = path
+        self.tensors = tensors
+        self.parts = [
+            self.build(_PARTS[part["kind"]], part["fields"]) for part in header.get("parts", [])
+        ]
+
+    def build(self, kind: type, entry: Mapping[str, Any]) -> Any:
+        """One dataclass from its fields."""
+        names = {field.name for field in fields(kind) if not field.name.startswith("_")}
+        found = {name: self._value(value) for name, value in entry.items()}
+        found |= {name: tensor for name, tensor in self.tensors.items() if name in names}
+        missing = names ^ found.keys()
+        if missing:
+            raise InputError(
+                f"{self.path} does not hold a {kind.__name__}: {', '.join(sorted(missing))} "
+                f"missing or unknown."
+            )
+        return kind(**found)
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return self.tensors[value["tensor"]] if "tensor" in value else self.parts[value["part"]]
+        return _as_tuples(value)
+
+
+def _sealed(tensors: dict[str, Tensor], header: str) -> bytes:
+    """The file, with the digest that it has while the digest itself is blank."""
+    content = tensor_files.save(tensors, {_KEY: header, _SEAL: _BLANK})
+    blank, seal = (f'"{_SEAL}":"{digest}"' for digest in (_BLANK, sha256(content).hexdigest()))
+    return content.replace(blank.encode(), seal.encode(), 1)
+
+
 def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    content = Path(path).read_bytes()
     try:
-        with safe_open(os.fspath(path), framework="pt") as file:
-            header = _checked_header(path, (file.metadata() or {}).get(_KEY))
-            return header, {name: file.get_tensor(name) for name in file.keys()}
-    except SafetensorError as error:
+        tensors = tensor_files.load(content)
+        size = int.from_bytes(content[:8], "little")
+        metadata = json.loads(content[8 : 8 + size]).get("__metadata__", {})
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise InputError(
             f"{path} is not a complete safetensors file: {error}. Write it again."
         ) from error
+    header = _checked_header(path, metadata.get(_KEY))
+    seal = metadata.get(_SEAL, "")
+    blank = content.replace(seal.encode(), _BLANK.encode(), 1)
+    if len(seal) != len(_BLANK) or sha256(blank).hexdigest() != seal:
+        raise InputError(f"{path} is damaged: its contents do not have the digest noted in it.")
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    if header.get("shapes") != shapes:
+        raise InputError(f"{path} is damaged: its tensors are not of the shapes noted in it.")
+    return header, tensors
 
 
 def _checked_header(path: str | os.PathLike[str], text: str | None) -> dict[str, Any]:
@@ -156,11 +318,10 @@ def _checked_header(path: str | os.PathLike[str], text: str | None) -> dict[str,
         written, kind = int(header["format"]), str(header["kind"])
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"The attnlens header of {path} is damaged: {error!r}.") from error
-    if written > FORMAT:
-        raise InputError(
-            f"{path} has format {written}; this attnlens reads up to {FORMAT}. Update attnlens."
-        )
-    if kind not in _KINDS or not isinstance(header.get("fields"), dict):
+    if written != FORMAT:
+        cure = "Update attnlens." if written > FORMAT else "Write it again."
+        raise InputError(f"{path} has format {written}; this attnlens reads {FORMAT}. {cure}")
+    if kind not in _KINDS or not ("fields" in header or "entries" in header):
         raise InputError(f"{path} holds a {kind!r}. Readable kinds: {', '.join(_KINDS)}.")
     return dict(header)
 

@@ -26,13 +26,13 @@ ALLOWED = {
     "capture": {"errors", "functional", "kernels"},
     "model": {"errors", "functional", "capture"},
     "observers": {"errors", "functional", "capture", "kernels"},
-    "report": {"errors", "observers"},
-    "storage": {"errors", "observers"},
+    "report": {"errors", "observers", "storage"},
+    "storage": {"errors", "capture", "observers"},
     "demo": {"errors"},
 }
 UPPER = {  # parts that people meet; lower ones must not know them
     "lens": {"errors", "capture", "kernels", "model", "observers", "report"},
-    "storage": {"errors", "observers"},
+    "storage": {"errors", "capture", "observers"},
     "verdict": None,
     "identify": {"errors", "functional", "capture"},
     "demo": None,
