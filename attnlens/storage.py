@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -28,6 +28,7 @@ from attnlens.observers import (
     AttributionMatrices,
     HeadStatisticsResult,
     HiddenTokenAttributionResult,
+    TokenIdentifiabilityResult,
     TokenSaliencyResult,
 )
 
@@ -35,10 +36,16 @@ FORMAT = 2
 _KEY = "attnlens"
 _SEAL = "sha256"
 _BLANK = "0" * 64
-_RESULTS = (HeadStatisticsResult, HiddenTokenAttributionResult, TokenSaliencyResult)
+_RESULTS = (
+    HeadStatisticsResult,
+    HiddenTokenAttributionResult,
+    TokenIdentifiabilityResult,
+    TokenSaliencyResult,
+)
 _ENTRIES = (Capture, AttentionMap, AttributionMatrices)  # come in lists
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in (*_RESULTS, *_ENTRIES)}
 _PARTS: dict[str, type] = {kind.__name__: kind for kind in (Masking, OutputProjection)}
+_STATE = "state"
 _PACKAGES = ("attnlens", "torch", "transformers", "safetensors")
 
 
@@ -155,6 +162,44 @@ def load_captures(path: str | os.PathLike[str]) -> list[Capture]:
     if not (isinstance(found, list) and all(isinstance(entry, Capture) for entry in found)):
         raise InputError(f"{path} holds {read_header(path)['kind']}, no captures. Use load().")
     return found
+
+
+def save_state(
+    tensors: Mapping[str, Tensor], path: str | os.PathLike[str], about: Mapping[str, Any]
+) -> None:
+    """Write named tensors, such as an observer's `state_dict()`, to a sealed safetensors file.
+
+    Args:
+        tensors: what to write.
+        path: where to; the folder must exist.
+        about: anything JSON can hold, returned with them.
+    """
+    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header = {
+        "format": FORMAT,
+        "kind": _STATE,
+        "fields": dict(about),
+        "shapes": {name: list(tensor.shape) for name, tensor in own.items()},
+        "versions": versions(),
+    }
+    write_atomically(path, _sealed(own, json.dumps(header)))
+
+
+def load_state(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what :func:`save_state` wrote.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The tensors and what was noted about them.
+
+    Raises:
+        InputError: if the file is damaged, not from attnlens, or of another format.
+        FileNotFoundError: if there is no file.
+    """
+    header, tensors = _read(path, (_STATE,))
+    return tensors, header["fields"]
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -289,7 +334,9 @@ def _sealed(tensors: dict[str, Tensor], header: str) -> bytes:
     return content.replace(blank.encode(), seal.encode(), 1)
 
 
-def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(
+    path: str | os.PathLike[str], kinds: Iterable[str] = _KINDS
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     content = Path(path).read_bytes()
     try:
         tensors = tensor_files.load(content)
@@ -299,7 +346,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tenso
         raise InputError(
             f"{path} is not a complete safetensors file: {error}. Write it again."
         ) from error
-    header = _checked_header(path, metadata.get(_KEY))
+    header = _checked_header(path, metadata.get(_KEY), kinds)
     seal = metadata.get(_SEAL, "")
     blank = content.replace(seal.encode(), _BLANK.encode(), 1)
     if len(seal) != len(_BLANK) or sha256(blank).hexdigest() != seal:
@@ -310,7 +357,9 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tenso
     return header, tensors
 
 
-def _checked_header(path: str | os.PathLike[str], text: str | None) -> dict[str, Any]:
+def _checked_header(
+    path: str | os.PathLike[str], text: str | None, kinds: Iterable[str]
+) -> dict[str, Any]:
     if text is None:
         raise InputError(f"{path} is a safetensors file, but attnlens did not write it.")
     try:
@@ -321,8 +370,8 @@ def _checked_header(path: str | os.PathLike[str], text: str | None) -> dict[str,
     if written != FORMAT:
         cure = "Update attnlens." if written > FORMAT else "Write it again."
         raise InputError(f"{path} has format {written}; this attnlens reads {FORMAT}. {cure}")
-    if kind not in _KINDS or not ("fields" in header or "entries" in header):
-        raise InputError(f"{path} holds a {kind!r}. Readable kinds: {', '.join(_KINDS)}.")
+    if kind not in kinds or not ("fields" in header or "entries" in header):
+        raise InputError(f"{path} holds a {kind!r}. Readable kinds: {', '.join(kinds)}.")
     return dict(header)
 
 
