@@ -83,8 +83,7 @@ class State:
     def progress(self) -> dict[str, Any]:
         """Return what is no tensor, ready for JSON."""
         return {
-            "windows": self.windows,
-            "digest": self.digest,
+            "corpus": {"windows": self.windows, "digest": self.digest},
             "finished": self.finished,
             "counts": asdict(self.counts),
         }
@@ -113,7 +112,7 @@ class State:
         self._move(progress)
 
     def _move(self, progress: Mapping[str, Any]) -> None:
-        self.windows, self.digest = progress["windows"], progress["digest"]
+        self.windows, self.digest = progress["corpus"]["windows"], progress["corpus"]["digest"]
         self.finished = progress["finished"]
         self.counts.add(Counts(**progress["counts"]))
 
@@ -172,6 +171,25 @@ def resume(path: Path, state: State, about: Mapping[str, Any]) -> None:
         tensors, found = load_state(path)
         require_same(found, about, str(path), ANEW)
         state.restore(tensors, found)
+
+
+def made(folder: Path) -> Path:
+    """Make a folder, unless there is one.
+
+    Args:
+        folder: the folder.
+
+    Returns:
+        The same.
+
+    Raises:
+        InputError: if it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"Cannot make the folder {folder}: {error.strerror}.") from error
+    return folder
 
 
 def require_one_layout(folder: Path, shard: Shard) -> None:

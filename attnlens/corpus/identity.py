@@ -79,7 +79,7 @@ def require_same(
         if found.get(part) == wanted[part]:
             continue
         raise InputError(
-            f"{where} belongs to a scan with another {part}: "
+            f"{where} belongs to another scan, which differs in its {part}: "
             f"{_difference(found.get(part), wanted[part])}. {cure}"
         )
 

@@ -7,18 +7,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from attnlens.corpus.checkpoint import State, shard_files
+from attnlens.corpus.checkpoint import State, made, shard_files
 from attnlens.corpus.identity import observer_identity, require_same
 from attnlens.corpus.named import named_observer
 from attnlens.corpus.results import Scan, write_results
 from attnlens.errors import InputError
 from attnlens.observers import Observer
 from attnlens.storage import load_state
-
-_CURE = "Merge shards of one scan."
-_SAME = ("model", "settings", "observers", "windows", "digest")
 
 
 def merge_shards(
@@ -41,32 +36,20 @@ def merge_shards(
         InputError: if a shard is missing, not finished, or of another scan.
     """
     paths = _complete([Path(folder) for folder in folders])
-    tensors, first = load_state(paths[0])
+    first = load_state(paths[0])[1]
     chosen = _made_again(first, paths[0]) if observers is None else tuple(observers)
-    identity = [observer_identity(observer) for observer in chosen]
-    require_same(first, {"observers": identity}, str(paths[0]), _CURE)
+    wanted = {name: first[name] for name in ("model", "settings", "corpus")}
+    wanted["observers"] = [observer_identity(observer) for observer in chosen]
     state = State.of(chosen)
-    for place, path in enumerate(paths):
-        if place:
-            tensors, found = load_state(path)
-            require_same(found, {name: first[name] for name in _SAME}, str(path), _CURE)
-        else:
-            found = first
-        _take_up(state, tensors, found, path)
-    folder = Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"Cannot make the folder {folder}: {error.strerror}.") from error
-    about = {name: first[name] for name in ("model", "settings", "observers")}
-    results = write_results(folder, state, about, first["name"])
+    for path in paths:
+        tensors, found = load_state(path)
+        require_same(found, wanted, str(path), "Merge shards of one scan.")
+        if not found["finished"]:
+            raise InputError(f"{path} is not finished. Run its scan again, which resumes it.")
+        state.add(tensors, found)
+    folder = made(Path(out))
+    results = write_results(folder, state, wanted, first["name"])
     return Scan(chosen, state.counts, results=results)
-
-
-def _take_up(state: State, tensors: dict[str, Tensor], found: dict[str, Any], path: Path) -> None:
-    if not found["finished"]:
-        raise InputError(f"{path} is not finished. Run its scan again, which resumes it.")
-    state.add(tensors, found)
 
 
 def _complete(folders: Sequence[Path]) -> list[Path]:

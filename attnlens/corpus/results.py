@@ -6,7 +6,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,7 @@ def write_results(
     """
     observers = [sums.observer for sums in state.observers]
     results = _computed(observers)
-    document = {
-        "model": model,
-        "counts": asdict(state.counts),
-        "corpus": state.digest,
-        **about,
-        "versions": versions(),
-    }
+    document = {"name": model, **about, **state.progress(), "versions": versions()}
     try:
         for name, result in results.items():
             _save(result, folder / f"{name}.safetensors", model, about)

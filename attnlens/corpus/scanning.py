@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from attnlens.corpus import checkpoint
-from attnlens.corpus.identity import model_identity, observer_identity
+from attnlens.corpus.identity import model_identity, observer_identity, require_same
 from attnlens.corpus.labels import TokenLabels
 from attnlens.corpus.named import named_observer, require_fit
 from attnlens.corpus.progress import Bar, RejectedLog
@@ -44,7 +44,7 @@ class Settings:
     """
 
     batch_size: int = 32
-    batch_tokens: int = 4096
+    batch_tokens: int = 1024
     window: int = 256
     max_length: int | None = None
 
@@ -257,11 +257,7 @@ class Scanner:
         """The file of this process, after what it holds was taken up."""
         if self.folder is None:
             return None
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"Cannot make the folder {self.folder}: {error.strerror}.") from error
-        checkpoint.require_one_layout(self.folder, self.shard)
+        checkpoint.require_one_layout(checkpoint.made(self.folder), self.shard)
         path = checkpoint.shard_path(self.folder, self.shard)
         if handling.resume:
             checkpoint.resume(path, self.state, self.about)
@@ -318,8 +314,10 @@ class Scanner:
         for place, (tensors, progress) in enumerate(self.shard.gathered(own)):
             if place == 0:
                 self.state.restore(tensors, progress)
-            else:
-                self.state.add(tensors, progress)
+                continue
+            corpus = {"corpus": self.state.progress()["corpus"]}
+            require_same(progress, corpus, f"Process {place}", "All must be given the same.")
+            self.state.add(tensors, progress)
 
     def _write(self, path: Path) -> None:
         checkpoint.write(path, self.state, {**self.about, **self.notes})
