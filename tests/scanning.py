@@ -69,7 +69,7 @@ def scan(corpus: Any, looking: Any = None, **settings: Any) -> Scan:
 
 def slowly(items: list[str]) -> Iterator[str]:
     for item in items:
-        time.sleep(0.02)
+        time.sleep(0.05)
         yield item
 
 

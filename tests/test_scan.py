@@ -25,7 +25,6 @@ from attnlens import (
     HiddenTokenAttribution,
     InputError,
     Lens,
-    Recording,
     TokenIdentifiability,
     TokenSaliency,
 )
@@ -99,7 +98,7 @@ def test_killed_at_random_and_resumed(whole: Scan, tmp_path: Path) -> None:
     time.sleep(random.Random(os.getpid()).uniform(0, 0.8))
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, process.stderr.read()
-    done = load_state(checkpoint)[1]["windows"]
+    done = load_state(checkpoint)[1]["corpus"]["windows"]
     assert 1 <= done < 7 and not (tmp_path / "scan.json").exists()
     found, batches = counted(iter(texts()), tmp_path)
     same(found, whole)
@@ -242,107 +241,12 @@ def test_a_window_that_fails_leaves_no_trace() -> None:
     assert looking[0].compute().examples.eq(16).all()  # the first window, four batches
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a scan."""
-    out = tmp_path_factory.mktemp("finished")
-    settings = SETTINGS | {"out": out, "observers": [HiddenTokenAttribution(1)]}
-    attnlens.scan(model(), tokenizer(), texts(32), **settings)
-    return out
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"texts": ["other", *texts(31)]}, "differs in what was seen"),
-        ({"texts": texts(20)}, "differs in what was seen"),
-        ({"texts": texts(16)}, "ends before"),
-        ({"model": 1}, "differs in its model: weights is"),
-        ({"batch_size": 5}, "in its settings: batch_size is 4, not 5"),
-        ({"max_length": 9}, "in its settings: max_length is None, not 9"),
-        ({"observers": [HiddenTokenAttribution(2)]}, "in its observers: probes is 1, not 2"),
-        ({"observers": [HeadStatistics()]}, "in its observers: class is"),
-        ({"shard": (0, 2)}, "one of 1 shards, and here the corpus is cut into 2"),
-    ],
-)
-def test_another_scan_is_refused_in_words(
-    finished: Path, change: dict[str, Any], message: str
-) -> None:
-    change = dict(change)
-    reads, corpus = model(change.pop("model", 0)), change.pop("texts", texts(32))
-    settings = SETTINGS | {"out": finished, "observers": [HiddenTokenAttribution(1)]} | change
-    with pytest.raises(InputError, match=message):
-        attnlens.scan(reads, tokenizer(), corpus, **settings)
-
-
-def test_a_scan_can_begin_anew(tmp_path: Path) -> None:
-    scan(texts(32), [HeadStatistics()], out=tmp_path)
-    assert scan(texts(16), ["head-statistics"], out=tmp_path, resume=False).counts.records == 16
-
-
 def test_a_longer_corpus_goes_on_where_its_beginning_ended(tmp_path: Path) -> None:
     scan(texts(48), [HeadStatistics()], out=tmp_path)
     found = scan(texts(60), [HeadStatistics()], out=tmp_path)
     expected = scan(texts(60), [HeadStatistics()])
     for name, tensor in states(expected)[0].items():
         assert torch.equal(states(found)[0][name], tensor), name
-
-
-def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
-    scan(texts(16), out=tmp_path)
-    path = tmp_path / "shard-0-of-1.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(InputError, match="damaged"):
-        scan(texts(16), out=tmp_path)
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders with three shards of a corpus, the third also of another and half finished."""
-    root = tmp_path_factory.mktemp("shards")
-    for index in range(3):
-        scan(texts(40), ["head-statistics"], out=root / str(index), shard=(index, 3))
-    scan(texts(30), ["head-statistics"], out=root / "other", shard=(2, 3))
-    scan(texts(16), ["head-statistics"], out=root / "two", shard=(1, 2))
-    (root / "empty").mkdir()
-    (root / "half").mkdir()
-    tensors, about = load_state(root / "2" / "shard-2-of-3.safetensors")
-    half = root / "half" / "shard-2-of-3.safetensors"
-    save_state(tensors, half, about | {"finished": False})
-    return root
-
-
-@pytest.mark.parametrize(
-    ("folders", "message"),
-    [
-        ("0 1", "Of 3 shards, these are missing: 2"),
-        ("0 0", "same shard"),
-        ("0 two", "is one of 2 shards"),
-        ("0 1 other", "in its corpus: windows is 2, not 3, digest is"),
-        ("0 1 half", "not finished"),
-        ("empty", "No shard of a scan"),
-        ("nowhere", "There is no folder"),
-    ],
-)
-def test_shards_that_do_not_make_a_corpus_are_refused(
-    shards: Path, tmp_path: Path, folders: str, message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        merge_shards(tmp_path, [shards / folder for folder in folders.split()])
-    assert not list(tmp_path.iterdir())
-
-
-def test_shards_are_merged_by_the_names_of_their_observers(shards: Path, tmp_path: Path) -> None:
-    merged = merge_shards(tmp_path, [shards / str(index) for index in range(3)])
-    assert merged.counts.records == 40 and merged.shard == Shard()
-    assert merged.results["head-statistics"].examples.eq(40).all()
-    scan(texts(8), [HeadStatistics()], out=tmp_path / "object", shard=(0, 1))
-    with pytest.raises(InputError, match="given as objects, not by name"):
-        merge_shards(tmp_path, [tmp_path / "object"])
-    with pytest.raises(InputError, match="in its observers: fields is 'all', not 'null_space'"):
-        merge_shards(tmp_path, [tmp_path / "object"], [HeadStatistics(fields="null_space")])
 
 
 def test_random_states_and_the_model_are_left_alone(tmp_path: Path) -> None:
@@ -379,39 +283,6 @@ def test_the_state_of_every_observer_fits_into_a_file(kind: type, tmp_path: Path
         assert torch.equal(tensor.nan_to_num(7.0), state[name].nan_to_num(7.0)), name
 
 
-def test_what_a_scan_cannot_serve_is_refused() -> None:
-    reads, words = model(), tokenizer()
-    refused: list[tuple[Any, str]] = [
-        (HeadImportance(), "needs a backward pass"),
-        (TokenSaliency(), "needs a backward pass"),
-        (Recording(), "no state"),
-        (HiddenTokenAttribution(2, keep="matrices"), "keep='aggregates'"),
-        (HeadStatistics, "instances, or names"),
-        ("head-statistic", "No observer 'head-statistic'. There are: attribution, effective"),
-        ("attribution:probe=2", "no setting 'probe'"),
-        ("attribution:2", "attribution:probes=2"),
-        ("attribution:probes=", "attribution:probes=2"),
-    ]
-    for observer, message in refused:
-        with pytest.raises(InputError, match=message):
-            attnlens.scan(reads, words, texts(3), [observer])
-    for settings, message in (
-        ({"window": 0}, "window must be a positive integer"),
-        ({"on_error": "ignore"}, "on_error"),
-        ({"checkpoint_every": -1}, "checkpoint_every"),
-        ({"shard": (4, 4)}, "shard must be an index"),
-        ({"max_length": 2}, "max_length must be at least 3"),
-    ):
-        with pytest.raises(InputError, match=message):
-            attnlens.scan(reads, words, texts(3), **settings)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="cannot be mixed"):
-        attnlens.scan(reads, words, ["one text", ("a pair", "of texts")])
-    with pytest.raises(InputError, match="training mode"):
-        attnlens.scan(model().train(), words, texts(3))
-    with pytest.raises(InputError, match="Linear is no PreTrainedModel"):
-        attnlens.scan(torch.nn.Linear(2, 2), words, texts(3))
-
-
 def test_named_observers_take_settings() -> None:
     from attnlens.corpus import named_observer
 
@@ -421,15 +292,6 @@ def test_named_observers_take_settings() -> None:
     assert made.label_names == ("NOUN", "[CLS]")
     assert isinstance(named_observer("head-statistics"), HeadStatistics)
     assert named_observer("token-identifiability:map=mlp").map == "mlp"
-
-
-def test_processes_that_a_launcher_started_share_by_themselves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(InputError, match="share a corpus by themselves"):
-        scan(texts(3), shard=(0, 2))
 
 
 def test_a_shard_without_windows_is_empty_but_mergeable(tmp_path: Path) -> None:

@@ -93,8 +93,9 @@ def record_of(entry: Any, fields: Fields, source: str, line: int) -> Entry:
         if fields.words is not None:
             words = _words(entry, fields.words)
             return Record(words, None, _labels(entry, fields.labels, len(words)), source, line)
+        text = _text(entry, fields.text)
         pair = None if fields.pair is None else _text(entry, fields.pair)
-        return Record(_text(entry, fields.text), pair, None, source, line)
+        return Record(text, pair, None, source, line)
     except _Unfit as reason:
         return Rejected(source, line, str(reason))
 
