@@ -26,8 +26,8 @@ from attnlens.demo import model_folder
 from attnlens.storage import load_state
 
 WORDS = "river stone paper window garden letter engine winter candle market bridge teacher".split()
-COUNT = 100
-SETTINGS: dict[str, Any] = {"window": 16, "batch_size": 4, "batch_tokens": 40}
+COUNT = 64
+SETTINGS: dict[str, Any] = {"window": 8, "batch_size": 4, "batch_tokens": 40}
 
 
 def texts(count: int = COUNT, seed: int = 0) -> list[str]:
@@ -59,7 +59,8 @@ def tokenizer() -> Any:
 
 
 def observers() -> list[Observer]:
-    return [HeadStatistics(), HiddenTokenAttribution(2), TokenIdentifiability("linear", "l2")]
+    attribution = HiddenTokenAttribution(2, layers=[0])
+    return [HeadStatistics(), attribution, TokenIdentifiability("linear", "l2")]
 
 
 def scan(corpus: Any, looking: Any = None, **settings: Any) -> Scan:
@@ -85,7 +86,7 @@ def work(rank: int, out: Path, port: int, die: bool) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    corpus = dying(texts(), 70) if die and rank == 1 else texts()
+    corpus = dying(texts(), 45) if die and rank == 1 else texts()
     found = scan(corpus, out=out, checkpoint_every=0.0)
     assert found.shard.complete and bool(found.results) == (rank == 0)
     # Every process has the whole result, not only the one that writes.

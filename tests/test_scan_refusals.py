@@ -36,7 +36,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("change", "message"),
     [
         ({"texts": ["other", *texts(31)]}, "differs in what was seen"),
-        ({"texts": texts(20)}, "differs in what was seen"),
+        ({"texts": texts(28)}, "differs in what was seen"),
         ({"texts": texts(16)}, "ends before"),
         ({"model": 1}, "differs in its model: weights is"),
         ({"batch_size": 5}, "in its settings: batch_size is 4, not 5"),
@@ -93,7 +93,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("0 1", "Of 3 shards, these are missing: 2"),
         ("0 0", "same shard"),
         ("0 two", "is one of 2 shards"),
-        ("0 1 other", "in its corpus: windows is 2, not 3, digest is"),
+        ("0 1 other", "in its corpus: windows is 4, not 5, digest is"),
         ("0 1 half", "not finished"),
         ("empty", "No shard of a scan"),
         ("nowhere", "There is no folder"),

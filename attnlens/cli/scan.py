@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -25,6 +26,7 @@ from attnlens.report.text import cell, row_labels
 from attnlens.report.token_rates import rates_table
 
 _COLUMNS = 6
+_HAS_TQDM = find_spec("tqdm") is not None
 
 
 def scan_corpus(
@@ -107,7 +109,7 @@ def scan_corpus(
             on_error=_one_of(OnError, on_error, "--on-error") or "skip",
             report=_tell,
             shard=part,
-            progress=Console(stderr=True).is_terminal and find_spec("tqdm") is not None,
+            progress=Console(stderr=True).is_terminal and _HAS_TQDM,
             name=text_model.name,
         )
         if result.shard.index == 0 or not result.shard.complete:
@@ -126,7 +128,13 @@ def merge(
 
 
 def _tell(rejected: Rejected) -> None:
-    say(escape(str(rejected)))
+    """Say it above the bar, if there is one."""
+    if _HAS_TQDM:
+        from tqdm import tqdm
+
+        tqdm.write(str(rejected), file=sys.stderr)
+    else:
+        say(escape(str(rejected)))
 
 
 def _one_of(kind: Any, value: str | None, option: str) -> Any:

@@ -259,6 +259,8 @@ class Scanner:
             return None
         checkpoint.require_one_layout(checkpoint.made(self.folder), self.shard)
         path = checkpoint.shard_path(self.folder, self.shard)
+        for unfinished in self.folder.glob(f".{path.name}.*.part"):
+            unfinished.unlink()  # a process was killed while it wrote
         if handling.resume:
             checkpoint.resume(path, self.state, self.about)
         return path

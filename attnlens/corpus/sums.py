@@ -19,7 +19,8 @@ class ExactSums:
     """An observer whose sums over windows are kept in twice the precision.
 
     Windows are then added in any order, by one process or by many, with the same result: what
-    float64 rounds off is kept beside each sum and given back when it amounts to something.
+    float64 rounds off is kept beside each sum and given back when it amounts to something. This
+    is exact for terms whose sizes lie within a factor of 2⁴⁰ of each other, and zeros.
 
     Args:
         observer: holds the sums, rounded, between two windows.
