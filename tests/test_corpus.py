@@ -163,12 +163,14 @@ def test_what_is_no_corpus_is_refused_at_once(tmp_path: Path) -> None:
     folder.mkdir()
     unknown.write_text("text")
     table.write_text("sentence,label\na,b\n")
+    (tmp_path / "a.parquet").write_bytes(b"nonsense")
     datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "all")
     for files, message in (
         ([], "at least one file"),
         (tmp_path / "nowhere.txt", "There is no file"),
         (unknown, "ends in none of .txt"),
         (table, "has no column 'text'. It has: sentence, label"),
+        (tmp_path / "a.parquet", "a.parquet cannot be read: Parquet magic bytes"),
         (folder, "no data set that datasets saved"),
         (tmp_path / "all", "holds the splits train"),
     ):

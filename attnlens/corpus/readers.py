@@ -6,6 +6,7 @@ import csv
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
 
@@ -214,10 +215,11 @@ def _read_tsv(path: Path, fields: Fields) -> Iterator[Entry]:
 
 def _read_parquet(path: Path, fields: Fields) -> Iterator[Entry]:
     datasets = _datasets()
-    stream = datasets.load_dataset(
-        "parquet", data_files=os.fspath(path), split="train", streaming=True
-    )
-    return _rows(stream, path, fields)
+    with _whole(path):
+        stream = datasets.load_dataset(
+            "parquet", data_files=os.fspath(path), split="train", streaming=True
+        )
+        yield from _rows(stream, path, fields)
 
 
 def _read_dataset(path: Path, fields: Fields) -> Iterator[Entry]:
@@ -229,6 +231,17 @@ def _rows(rows: Any, path: Path, fields: Fields) -> Iterator[Entry]:
         _require(rows.column_names, path, fields)
     for number, row in enumerate(rows, 1):
         yield record_of(row, fields, str(path), number)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Say of which file it is that a library cannot read it."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
 
 
 def _on_disk(path: Path) -> Any:
@@ -267,7 +280,8 @@ def _count_parquet(path: Path) -> int:
     _datasets()
     from pyarrow import parquet
 
-    return int(parquet.read_metadata(path).num_rows)
+    with _whole(path):
+        return int(parquet.read_metadata(path).num_rows)
 
 
 _READERS: dict[Format, Callable[[Path, Fields], Iterator[Entry]]] = {
