@@ -19,7 +19,7 @@ from attnlens import (
 )
 from attnlens.corpus import merge_shards
 from attnlens.corpus.shards import Shard
-from attnlens.storage import load_state, save_state
+from attnlens.storage import load, load_state, save_state
 from tests.scanning import SETTINGS, model, scan, texts, tokenizer
 
 
@@ -116,6 +116,15 @@ def test_shards_are_merged_by_the_names_of_their_observers(shards: Path, tmp_pat
         merge_shards(tmp_path, [tmp_path / "object"])
     with pytest.raises(InputError, match="in its observers: fields is 'all', not 'null_space'"):
         merge_shards(tmp_path, [tmp_path / "object"], [HeadStatistics(fields="null_space")])
+
+
+def test_states_and_results_are_told_apart(tmp_path: Path) -> None:
+    found = scan(texts(8), out=tmp_path)
+    with pytest.raises(InputError, match="holds a state, no result. Use load_state"):
+        load(tmp_path / "shard-0-of-1.safetensors")
+    with pytest.raises(InputError, match="holds HeadStatisticsResult, no state. Use load"):
+        load_state(tmp_path / "head-statistics.safetensors")
+    assert found.counts.records == 8
 
 
 def test_what_a_scan_cannot_serve_is_refused() -> None:

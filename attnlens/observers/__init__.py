@@ -15,7 +15,11 @@ from attnlens.observers.token_identifiability import (
     TokenIdentifiability,
     TokenIdentifiabilityResult,
 )
-from attnlens.observers.token_saliency import TokenSaliency, TokenSaliencyResult
+from attnlens.observers.token_saliency import (
+    PassSaliency,
+    TokenSaliency,
+    TokenSaliencyResult,
+)
 
 __all__ = [
     "AttentionMap",
@@ -31,6 +35,7 @@ __all__ = [
     "LayerObserver",
     "MapTraining",
     "Observer",
+    "PassSaliency",
     "Recording",
     "TokenIdentifiability",
     "TokenIdentifiabilityResult",

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,30 +20,27 @@ from safetensors import SafetensorError
 from safetensors import torch as tensor_files
 from torch import Tensor
 
-from attnlens.capture import Capture, Masking, OutputProjection
+from attnlens.capture import Capture
 from attnlens.errors import InputError
-from attnlens.observers import (
-    AttentionMap,
-    AttributionMatrices,
-    HeadStatisticsResult,
-    HiddenTokenAttributionResult,
-    TokenIdentifiabilityResult,
-    TokenSaliencyResult,
-)
+from attnlens.storage.forms import ENTRIES, RESULTS, Reader, Writer, storable
+
+__all__ = [
+    "load",
+    "load_captures",
+    "load_state",
+    "read_header",
+    "save",
+    "save_captures",
+    "save_state",
+    "storable",
+    "versions",
+    "write_atomically",
+]
 
 FORMAT = 2
 _KEY = "attnlens"
 _SEAL = "sha256"
 _BLANK = "0" * 64
-_RESULTS = (
-    HeadStatisticsResult,
-    HiddenTokenAttributionResult,
-    TokenIdentifiabilityResult,
-    TokenSaliencyResult,
-)
-_ENTRIES = (Capture, AttentionMap, AttributionMatrices)  # come in lists
-_KINDS: dict[str, type] = {kind.__name__: kind for kind in (*_RESULTS, *_ENTRIES)}
-_PARTS: dict[str, type] = {kind.__name__: kind for kind in (Masking, OutputProjection)}
 _STATE = "state"
 _PACKAGES = ("attnlens", "torch", "transformers", "safetensors")
 
@@ -57,7 +53,7 @@ def save(
     settings: Mapping[str, Any] | None = None,
     tokens: Sequence[Sequence[str]] | None = None,
 ) -> None:
-    """Write a result, or a list of captures, maps or matrices, to a safetensors file.
+    """Write a result, or a list of captures, maps, matrices or passes, to a safetensors file.
 
     The file's metadata holds, under `attnlens`, a JSON header with the format version, the kind
     of result, what is no tensor, names and shapes of the tensors, and the versions of the
@@ -65,9 +61,10 @@ def save(
     if anything fails, left as it is.
 
     Args:
-        result: what an observer computed: statistics, aggregates, or a list of
-            :class:`~attnlens.Capture`, :class:`~attnlens.observers.AttentionMap` or
-            :class:`~attnlens.observers.AttributionMatrices`.
+        result: what an observer or a function of attnlens returned, or a list of
+            :class:`~attnlens.Capture`, :class:`~attnlens.observers.AttentionMap`,
+            :class:`~attnlens.observers.AttributionMatrices` or
+            :class:`~attnlens.observers.PassSaliency`.
         path: where to; the folder must exist.
         model: name of the model, for the record.
         settings: anything JSON can hold, for the record.
@@ -78,16 +75,15 @@ def save(
     """
     several = isinstance(result, (list, tuple))
     kinds = {type(entry).__name__ for entry in (result if several else [result])}
-    allowed = {kind.__name__ for kind in (_ENTRIES if several else _RESULTS)}
-    if len(kinds) != 1 or not kinds <= allowed:
+    if len(kinds) != 1 or not kinds <= (ENTRIES if several else RESULTS).keys():
         raise InputError(
-            f"Results to save are one of {', '.join(k.__name__ for k in _RESULTS)}, or a list of "
-            f"one of {', '.join(k.__name__ for k in _ENTRIES)}. Got {', '.join(sorted(kinds))}"
+            f"Results to save are one of {', '.join(RESULTS)}, or a list of one of "
+            f"{', '.join(ENTRIES)}. Got {', '.join(sorted(kinds))}"
             f"{' in a list' if several else ''}."
         )
-    writer = _Writer()
+    writer = Writer()
     content = writer.entries(result) if several else writer.fields_of(result)
-    tensors = {name: tensor.detach().contiguous() for name, tensor in writer.tensors.items()}
+    tensors = _apart(writer.tensors)
     header = {
         "format": FORMAT,
         "kind": kinds.pop(),
@@ -116,13 +112,15 @@ def load(path: str | os.PathLike[str]) -> Any:
         FileNotFoundError: if there is no file.
     """
     header, tensors = _read(path)
-    kind = _KINDS[header["kind"]]
-    reader = _Reader(path, header, tensors)
+    if header["kind"] == _STATE:
+        raise InputError(f"{path} holds a state, no result. Use load_state().")
+    kind = (RESULTS | ENTRIES)[header["kind"]]
+    reader = Reader(path, header, tensors)
     try:
         if "entries" in header:
             return [reader.build(kind, entry) for entry in header["entries"]]
         return reader.build(kind, header["fields"])
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise InputError(f"The attnlens header of {path} is damaged: {error!r}.") from error
 
 
@@ -174,11 +172,11 @@ def save_state(
         path: where to; the folder must exist.
         about: anything JSON can hold, returned with them.
     """
-    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    own = _apart({name: tensor.cpu() for name, tensor in tensors.items()})
     header = {
         "format": FORMAT,
         "kind": _STATE,
-        "fields": dict(about),
+        _STATE: dict(about),
         "shapes": {name: list(tensor.shape) for name, tensor in own.items()},
         "versions": versions(),
     }
@@ -195,11 +193,13 @@ def load_state(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[st
         The tensors and what was noted about them.
 
     Raises:
-        InputError: if the file is damaged, not from attnlens, or of another format.
+        InputError: if the file is damaged, of another format, or holds something else.
         FileNotFoundError: if there is no file.
     """
-    header, tensors = _read(path, (_STATE,))
-    return tensors, header["fields"]
+    header, tensors = _read(path)
+    if header["kind"] != _STATE:
+        raise InputError(f"{path} holds {header['kind']}, no state. Use load().")
+    return tensors, header[_STATE]
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -248,83 +248,16 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-class _Writer:
-    """Takes objects apart into JSON and tensors, each shared tensor and part once."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self.parts: list[dict[str, Any]] = []
-        self._names: dict[tuple[Any, ...], str] = {}
-        self._places: dict[int, int] = {}
-
-    def entries(self, entries: Sequence[Any]) -> list[dict[str, Any]]:
-        """Every entry of a list, its tensors named `index.field`."""
-        return [self.fields_of(entry, f"{place}.") for place, entry in enumerate(entries)]
-
-    def fields_of(self, entry: Any, prefix: str = "") -> dict[str, Any]:
-        """Fields of a dataclass; a tensor of the name it would have anyway is left out."""
-        found = {}
-        for field in fields(entry):
-            value = getattr(entry, field.name)
-            if field.name.startswith("_"):
-                continue
-            if isinstance(value, Tensor) and self._name(value, prefix + field.name) == field.name:
-                continue
-            found[field.name] = self._plain(value, prefix + field.name)
-        return found
-
-    def _plain(self, value: Any, name: str) -> Any:
-        if isinstance(value, Tensor):
-            return {"tensor": self._name(value, name)}
-        if type(value).__name__ in _PARTS:
-            return {"part": self._part(value)}
-        return value
-
-    def _part(self, part: Any) -> int:
-        if id(part) not in self._places:
-            place = self._places[id(part)] = len(self.parts)
-            kind = type(part).__name__
-            self.parts.append({"kind": kind, "fields": self.fields_of(part, f"part{place}.")})
-        return self._places[id(part)]
-
-    def _name(self, tensor: Tensor, name: str) -> str:
-        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        key = memory if tensor.numel() else (name,)
-        known = self._names.setdefault(key, name)
-        if known == name:
-            self.tensors[name] = tensor
-        return known
-
-
-class _Reader:
-    """Puts objects together again; what was shared is shared."""
-
-    def __init__(
-        self, path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> None:
-        self.path = path
-        self.tensors = tensors
-        self.parts = [
-            self.build(_PARTS[part["kind"]], part["fields"]) for part in header.get("parts", [])
-        ]
-
-    def build(self, kind: type, entry: Mapping[str, Any]) -> Any:
-        """One dataclass from its fields."""
-        names = {field.name for field in fields(kind) if not field.name.startswith("_")}
-        found = {name: self._value(value) for name, value in entry.items()}
-        found |= {name: tensor for name, tensor in self.tensors.items() if name in names}
-        missing = names ^ found.keys()
-        if missing:
-            raise InputError(
-                f"{self.path} does not hold a {kind.__name__}: {', '.join(sorted(missing))} "
-                f"missing or unknown."
-            )
-        return kind(**found)
-
-    def _value(self, value: Any) -> Any:
-        if isinstance(value, dict):
-            return self.tensors[value["tensor"]] if "tensor" in value else self.parts[value["part"]]
-        return _as_tuples(value)
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors with memory of their own; views of one tensor become copies."""
+    taken: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        whole = tensor.detach().contiguous()
+        memory = whole.untyped_storage().data_ptr()
+        found[name] = whole.clone() if memory in taken else whole
+        taken.add(memory)
+    return found
 
 
 def _sealed(tensors: dict[str, Tensor], header: str) -> bytes:
@@ -334,9 +267,7 @@ def _sealed(tensors: dict[str, Tensor], header: str) -> bytes:
     return content.replace(blank.encode(), seal.encode(), 1)
 
 
-def _read(
-    path: str | os.PathLike[str], kinds: Iterable[str] = _KINDS
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     content = Path(path).read_bytes()
     try:
         tensors = tensor_files.load(content)
@@ -346,20 +277,27 @@ def _read(
         raise InputError(
             f"{path} is not a complete safetensors file: {error}. Write it again."
         ) from error
-    header = _checked_header(path, metadata.get(_KEY), kinds)
-    seal = metadata.get(_SEAL, "")
-    blank = content.replace(seal.encode(), _BLANK.encode(), 1)
-    if len(seal) != len(_BLANK) or sha256(blank).hexdigest() != seal:
-        raise InputError(f"{path} is damaged: its contents do not have the digest noted in it.")
+    header = _checked_header(path, metadata.get(_KEY))
+    _check_seal(path, header["format"], metadata.get(_SEAL), content)
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     if header.get("shapes") != shapes:
         raise InputError(f"{path} is damaged: its tensors are not of the shapes noted in it.")
     return header, tensors
 
 
-def _checked_header(
-    path: str | os.PathLike[str], text: str | None, kinds: Iterable[str]
-) -> dict[str, Any]:
+def _check_seal(
+    path: str | os.PathLike[str], written: int, seal: str | None, content: bytes
+) -> None:
+    """Compare the file with the digest noted in it; format 1 had none."""
+    if written == 1 and seal is None:
+        return
+    seal = seal or ""
+    blank = content.replace(seal.encode(), _BLANK.encode(), 1)
+    if len(seal) != len(_BLANK) or sha256(blank).hexdigest() != seal:
+        raise InputError(f"{path} is damaged: its contents do not have the digest noted in it.")
+
+
+def _checked_header(path: str | os.PathLike[str], text: str | None) -> dict[str, Any]:
     if text is None:
         raise InputError(f"{path} is a safetensors file, but attnlens did not write it.")
     try:
@@ -367,14 +305,11 @@ def _checked_header(
         written, kind = int(header["format"]), str(header["kind"])
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"The attnlens header of {path} is damaged: {error!r}.") from error
-    if written != FORMAT:
-        cure = "Update attnlens." if written > FORMAT else "Write it again."
-        raise InputError(f"{path} has format {written}; this attnlens reads {FORMAT}. {cure}")
-    if kind not in kinds or not ("fields" in header or "entries" in header):
-        raise InputError(f"{path} holds a {kind!r}. Readable kinds: {', '.join(kinds)}.")
-    return dict(header)
-
-
-def _as_tuples(entry: Any) -> Any:
-    """JSON's lists as the tuples they were."""
-    return tuple(map(_as_tuples, entry)) if isinstance(entry, list) else entry
+    if not 1 <= written <= FORMAT:
+        raise InputError(
+            f"{path} has format {written}; this attnlens reads up to {FORMAT}. Update attnlens."
+        )
+    known = RESULTS if "fields" in header else ENTRIES if "entries" in header else {}
+    if kind not in known and not (kind == _STATE and isinstance(header.get(_STATE), dict)):
+        raise InputError(f"{path} holds a {kind!r}. Readable: {', '.join(RESULTS | ENTRIES)}.")
+    return {**header, "format": written}
