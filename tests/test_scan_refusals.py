@@ -119,12 +119,11 @@ def test_shards_are_merged_by_the_names_of_their_observers(shards: Path, tmp_pat
 
 
 def test_states_and_results_are_told_apart(tmp_path: Path) -> None:
-    found = scan(texts(8), out=tmp_path)
-    with pytest.raises(InputError, match="holds a state, no result. Use load_state"):
+    scan(texts(8), ["head-statistics"], out=tmp_path)
+    with pytest.raises(InputError, match=r"holds a state, no result\. Use load_state"):
         load(tmp_path / "shard-0-of-1.safetensors")
-    with pytest.raises(InputError, match="holds HeadStatisticsResult, no state. Use load"):
+    with pytest.raises(InputError, match=r"holds HeadStatisticsResult, no state\. Use load"):
         load_state(tmp_path / "head-statistics.safetensors")
-    assert found.counts.records == 8
 
 
 def test_what_a_scan_cannot_serve_is_refused() -> None:
