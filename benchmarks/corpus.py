@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from benchmarks.registry import Check, Comparison, Step, case
 
-WINDOW = 50
-WAYS = {"HeadStatistics": 4000, "HeadStatistics and HTA, k = 2": 600}
+WINDOW = 25
+WAYS = {"HeadStatistics": 4000, "HeadStatistics and HTA, k = 2": 300}
 # Each way runs in a process of its own, so that the peak memory is its own. The sentences come
 # from a generator that notes the peak so far when a tenth of them have been looked at.
 PROGRAM = """

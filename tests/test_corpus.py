@@ -96,7 +96,9 @@ def test_several_files_of_text(tmp_path: Path) -> None:
         ("third", 2),
     ]
     assert corpus.lines() == 5
-    assert [w.line for w in windows(corpus, 2)] == [3, 5]
+    told: list[tuple[int, Rejected]] = []
+    assert [w.line for w in windows(corpus, 2, lambda *entry: told.append(entry))] == [3, 5]
+    assert [(index, entry.line) for index, entry in told] == [(1, 1)]
 
 
 def test_a_line_without_end_takes_no_memory(tmp_path: Path) -> None:
@@ -210,16 +212,19 @@ def test_windows_hold_every_record_once(kinds: list[bool], size: int) -> None:
         Record(f"text {n}", line=n) if good else Rejected("", n, "bad")
         for n, good in enumerate(kinds, 1)
     ]
-    found = list(windows(entries, size))
-    assert [r for w in found for r in w.records] == [e for e in entries if isinstance(e, Record)]
-    assert [r for w in found for r in w.rejected] == [
-        e for e in entries if not isinstance(e, Record)
-    ]
-    assert [w.index for w in found] == list(range(len(found)))
-    assert all(len(w.records) == size for w in found[:-1])
-    clean = list(windows([e for e in entries if isinstance(e, Record)], size))
-    assert [w.digest for w in clean] == [w.digest for w in found][: len(clean)]
-    assert len({w.digest for w in clean}) == len(clean)
+    told: list[tuple[int, Rejected]] = []
+    found = list(windows(entries, size, lambda *entry: told.append(entry)))
+    records = [entry for entry in entries if isinstance(entry, Record)]
+    assert [record for window in found for record in window.records] == records
+    assert [entry for _, entry in told] == [e for e in entries if isinstance(e, Rejected)]
+    for index, entry in told:
+        assert index == sum(record.line < entry.line for record in records) // size
+    assert [window.index for window in found] == list(range(len(found)))
+    assert all(len(window.records) == size for window in found[:-1])
+    assert len({window.digest for window in found}) == len(found)
+    clean = list(windows(records, size, lambda *entry: told.append(entry)))
+    assert [window.digest for window in clean] == [window.digest for window in found]
+    assert len(told) == len(entries) - len(records)
 
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 9), st.integers(1, 200))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -94,17 +94,16 @@ class RejectedLog:
         if self._file is not None:
             self._file.close()
 
-    def write(self, rejected: Sequence[Rejected], known: bool) -> None:
-        """Write entries.
+    def write(self, entry: Rejected, known: bool) -> None:
+        """Write an entry.
 
         Args:
-            rejected: the entries.
-            known: whether they were told of before, by a run that was interrupted.
+            entry: the entry.
+            known: whether it was told of before, by a run that was interrupted.
         """
-        if rejected and self._file is None and self._path is not None:
+        if self._file is None and self._path is not None:
             self._file = open(self._path, "w", encoding="utf-8")
-        for entry in rejected:
-            if self._file is not None:
-                self._file.write(f"{entry}\n")
-            if self._report is not None and not known:
-                self._report(entry)
+        if self._file is not None:
+            self._file.write(f"{entry}\n")
+        if self._report is not None and not known:
+            self._report(entry)

@@ -219,13 +219,19 @@ class Scanner:
         written, last, line = time.monotonic(), 0, 0
         log_path = None if path is None else path.with_suffix(".rejected.txt")
         with RejectedLog(log_path, handling.report) as log, ExitStack() as stack:
-            for window in windows(entries, self.settings.window):
-                self._reject(window, handling, log, window.index < known)
-                if window.records:
-                    last = window.index + 1
-                if window.index == known - 1 and window.digest != self.state.digest:
+
+            def reject(index: int, entry: Rejected) -> None:
+                if handling.on_error == "raise":
+                    raise InputError(str(entry))
+                if self.shard.owns(index):
+                    self.state.counts.rejected += 1
+                    log.write(entry, known=index < known)
+
+            for window in windows(entries, self.settings.window, reject):
+                last = window.index + 1
+                if last == known and window.digest != self.state.digest:
                     raise self._other_corpus("differs in what was seen of it")
-                if window.index >= known:
+                if last > known:
                     bar.begin(line)
                     self._advance(window, stack)
                     bar.move(window.line)
@@ -265,17 +271,8 @@ class Scanner:
             checkpoint.resume(path, self.state, self.about)
         return path
 
-    def _reject(self, window: Window, handling: Handling, log: RejectedLog, known: bool) -> None:
-        if window.rejected and handling.on_error == "raise":
-            raise InputError(str(window.rejected[0]))
-        if self.shard.owns(window.index):
-            self.state.counts.rejected += len(window.rejected)
-            log.write(window.rejected, known)
-
     def _advance(self, window: Window, stack: ExitStack) -> None:
         """Look at a window, unless it is that of another process."""
-        if not window.records:
-            return
         if self.shard.owns(window.index):
             if not self._lens.active:  # a process may have nothing to look at
                 stack.enter_context(self._lens)

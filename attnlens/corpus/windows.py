@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from attnlens.corpus.records import Entry, Record, Rejected
@@ -15,68 +15,48 @@ class Window:
 
     Attributes:
         index: number of the window in the corpus, from 0.
-        records: its records; none in a last window that holds nothing but what was rejected.
-        rejected: what stood between them and was none.
+        records: its records.
         line: number of lines of the corpus up to here, all files together.
         digest: of all records of the corpus up to here.
     """
 
     index: int
     records: list[Record]
-    rejected: list[Rejected]
     line: int
     digest: str
 
 
-@dataclass
-class _Position:
-    """Where a reader is among the lines of several files."""
-
-    source: str = ""
-    line: int = 0
-    before: int = 0
-
-    def advance(self, entry: Entry) -> None:
-        if entry.source != self.source:
-            self.before += self.line
-            self.source = entry.source
-        self.line = entry.line
-
-
-@dataclass
-class _Open:
-    """A window that is being filled."""
-
-    records: list[Record] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)
-
-
-def windows(entries: Iterable[Entry], size: int) -> Iterator[Window]:
-    """Cut a corpus into windows of records; what is rejected does not shift them.
+def windows(
+    entries: Iterable[Entry], size: int, reject: Callable[[int, Rejected], None]
+) -> Iterator[Window]:
+    """Cut a corpus into windows of records.
 
     Args:
         entries: the corpus.
         size: records in a window; the last may hold fewer.
+        reject: told at once of what is no record, with the index of the window that is being
+            filled; it does not shift the windows.
 
     Yields:
         The windows.
     """
-    digest, position, index = blake2b(digest_size=16), _Position(), 0
-    current = _Open()
+    digest, index = blake2b(digest_size=16), 0
+    source, line, before = "", 0, 0
+    records: list[Record] = []
     for entry in entries:
-        position.advance(entry)
+        if entry.source != source:
+            source, before = entry.source, before + line
+        line = entry.line
         if isinstance(entry, Rejected):
-            current.rejected.append(entry)
+            reject(index, entry)
             continue
-        current.records.append(entry)
+        records.append(entry)
         digest.update(entry.content.encode() + b"\n")
-        if len(current.records) == size:
-            line = position.before + position.line
-            yield Window(index, current.records, current.rejected, line, digest.hexdigest())
-            index, current = index + 1, _Open()
-    if current.records or current.rejected:
-        line = position.before + position.line
-        yield Window(index, current.records, current.rejected, line, digest.hexdigest())
+        if len(records) == size:
+            yield Window(index, records, before + line, digest.hexdigest())
+            index, records = index + 1, []
+    if records:
+        yield Window(index, records, before + line, digest.hexdigest())
 
 
 def batches(lengths: Sequence[int], most: int, most_tokens: int) -> Iterator[list[int]]:
