@@ -60,7 +60,7 @@ def test_a_scan_writes_what_it_prints(folder: Path, tmp_path: Path) -> None:
     assert "effective fraction, layer × head" in result.stdout
     own = expected.observers[1].compute().own[0].item()
     assert "hidden-token-attribution" in result.stdout and f"{own:.3f}" in result.stdout
-    assert "40 records of" in result.stdout and "0 entries rejected" in result.stdout
+    assert "40 records of" in result.stdout and "0 rejected" in result.stdout
     document = json.loads((tmp_path / "out" / "scan.json").read_text())
     assert document["counts"] == vars(expected.counts)
     assert document["settings"]["window"] == 8 and document["finished"] is True
@@ -77,7 +77,7 @@ def test_labels_are_those_of_the_file_and_of_special_tokens(folder: Path, tmp_pa
     assert found.labels == ("NOUN", "VERB", "[CLS]", "[SEP]")
     assert found.tokens[0, 2:].tolist() == [40, 40] and (found.tokens[0, :2] > 60).all()
     told = [line for line in result.stderr.splitlines() if "rows.jsonl:" in line]
-    assert len(told) == 2 and "2 entries rejected" in result.stdout
+    assert len(told) == 2 and "2 rejected" in result.stdout
     assert told[0].endswith(
         "41: not JSON: Expecting property name enclosed in double quotes at character 1"
     )
@@ -98,7 +98,7 @@ def test_shards_are_merged(folder: Path, tmp_path: Path) -> None:
         assert f"shard {index} of 2" in part.stderr and "layer × head" not in part.stdout
     result = attnlens("merge", tmp_path / "both", tmp_path / "1", tmp_path / "0")
     assert result.exit_code == 0, result.stderr
-    assert "40 records of" in result.stdout and "2 entries rejected" in result.stdout
+    assert "40 records of" in result.stdout and "2 rejected" in result.stdout
     expected = scan(texts(40), [HeadStatistics()]).observers[0].compute()
     found = load(tmp_path / "both" / "head-statistics.safetensors")
     assert torch.equal(found.effective_fraction, expected.effective_fraction)

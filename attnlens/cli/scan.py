@@ -170,7 +170,7 @@ def _show(result: Scan, out: Path) -> None:
             _show_result(name, found, console)
     console.print(
         f"{counts.records:,} records of {counts.tokens / max(counts.records, 1):.0f} tokens on "
-        f"average, {counts.truncated:,} of them cut; {counts.rejected:,} entries rejected"
+        f"average, {counts.truncated:,} of them cut; {counts.rejected:,} rejected"
     )
     say(f"Written to {escape(str(out))}.")
     if not result.shard.complete:
@@ -202,5 +202,9 @@ def _layer_table(name: str, result: Any) -> Table:
     for quantity in shown:
         table.add_column(quantity.replace("_", " "), justify="right")
     for row, label in enumerate(row_labels(result)):
-        table.add_row(label, *(cell(columns[quantity][row]) for quantity in shown))
+        table.add_row(label, *(_number(columns[quantity][row]) for quantity in shown))
     return table
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else cell(value)
