@@ -10,6 +10,7 @@ print(lens.summary())
 from typing import TYPE_CHECKING, Any
 
 from attnlens.capture import Capture
+from attnlens.corpus import scan
 from attnlens.drift import compare
 from attnlens.errors import (
     AttnLensError,
@@ -77,6 +78,8 @@ __all__ = [
     "simplex_witness",
     "softmax_witness",
     "realisability_rank",
+    # corpora
+    "scan",
     # training
     "LensCallback",
     "monitor",

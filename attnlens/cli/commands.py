@@ -34,6 +34,7 @@ from attnlens.cli.page import (
 )
 from attnlens.cli.prune import prune
 from attnlens.cli.run import FIELDS, Run, Settings, measure
+from attnlens.cli.scan import merge, scan_corpus
 from attnlens.cli.terminal import counting, loaded, plain_errors, say
 from attnlens.errors import InputError
 from attnlens.model.loading import TextModel
@@ -42,6 +43,8 @@ from attnlens.report.terminal import explanation, head_table
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 for command in (attribute, check, compare, identify, prune):
     app.command()(command)
+app.command("scan")(scan_corpus)
+app.command()(merge)
 
 Field = Annotated[str, typer.Option("--field", help=f"Quantity to show: {', '.join(FIELDS)}.")]
 Output = Annotated[

@@ -30,10 +30,13 @@ class TokenisedTexts:
     Attributes:
         columns: one list of lists per model input, such as `input_ids`.
         truncated: number of texts that were cut.
+        words: of texts given as words, the index of the word that each token is of, or None for
+            special tokens.
     """
 
     columns: Mapping[str, Sequence[Sequence[int]]]
     truncated: int
+    words: Sequence[Sequence[int | None]] | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -63,31 +66,48 @@ class TextModel:
     tokenizer: PreTrainedTokenizerBase
     longest: int | None
 
-    def tokenise(self, texts: Sequence[str], max_length: int | None = None) -> TokenisedTexts:
+    def tokenise(
+        self,
+        texts: Sequence[str] | Sequence[Sequence[str]],
+        max_length: int | None = None,
+        pairs: Sequence[str] | None = None,
+    ) -> TokenisedTexts:
         """Turn texts into token ids, cutting what the model cannot read.
 
         Args:
-            texts: the texts.
+            texts: the texts, or the words of each.
             max_length: most tokens to keep of each, special tokens included; by default what
                 the model can read.
+            pairs: a second text for each, read after it.
 
         Returns:
             The token ids and how many texts were cut.
 
         Raises:
-            InputError: if `max_length` is out of range, or the ids do not belong to the model.
+            InputError: if `max_length` is out of range, the ids do not belong to the model, or
+                words are given to a tokenizer that cannot tell which token is of which.
         """
         limit = self._checked_limit(max_length)
-        columns = self.tokenizer(list(texts), verbose=False).data
+        split = bool(texts) and not isinstance(texts[0], str)
+        if split and not self.tokenizer.is_fast:
+            raise InputError(
+                f"The tokenizer of {self.name} is a slow one, which does not tell the word of a "
+                f"token. Give texts instead of words."
+            )
+        inputs: Any = [list(texts), None if pairs is None else list(pairs)]
+        encoded = self.tokenizer(*inputs, is_split_into_words=split, verbose=False)
         truncated = 0
         if limit is not None:
-            truncated = sum(len(ids) > limit for ids in columns["input_ids"])
+            truncated = sum(len(ids) > limit for ids in encoded["input_ids"])
         if truncated:
-            columns = self.tokenizer(list(texts), truncation=True, max_length=limit).data
-        self._require_known_ids(columns["input_ids"])
+            encoded = self.tokenizer(
+                *inputs, is_split_into_words=split, truncation=True, max_length=limit
+            )
+        self._require_known_ids(encoded["input_ids"])
         accepted = inspect.signature(self.model.forward).parameters
-        kept = {name: lists for name, lists in columns.items() if name in accepted}
-        return TokenisedTexts(kept, truncated)
+        kept = {name: lists for name, lists in encoded.data.items() if name in accepted}
+        words = [encoded.word_ids(index) for index in range(len(texts))] if split else None
+        return TokenisedTexts(kept, truncated, words)
 
     def batches(self, texts: TokenisedTexts, batch_size: int) -> Iterator[dict[str, Tensor]]:
         """Pad texts of similar length together.
@@ -99,22 +119,40 @@ class TextModel:
         Yields:
             Keyword arguments of the model, `[B, K]` each, the longest texts first.
 
+        """
+        self.require_padding(batch_size)
+        order = texts.by_length
+        for start in range(0, len(order), batch_size):
+            yield self.padded(texts, order[start : start + batch_size])
+
+    def require_padding(self, batch_size: int) -> None:
+        """Refuse batches of several texts where the tokenizer cannot pad.
+
+        Args:
+            batch_size: most texts in a batch.
+
         Raises:
-            InputError: if texts must be padded and the tokenizer has no token for it.
+            InputError: if it has no token for it.
         """
         if batch_size > 1 and self.tokenizer.pad_token is None:
             raise InputError(
                 f"The tokenizer of {self.name} has no padding token, so texts of different "
                 f"length cannot share a batch. Use a batch size of 1."
             )
-        order = texts.by_length
-        for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            part = {name: [list(rows[i]) for i in chosen] for name, rows in texts.columns.items()}
-            padding = batch_size > 1
-            yield dict(
-                self.tokenizer.pad(part, padding=padding, return_tensors="pt", verbose=False)
-            )
+
+    def padded(self, texts: TokenisedTexts, chosen: Sequence[int]) -> dict[str, Tensor]:
+        """Pad some of the texts to the length of the longest.
+
+        Args:
+            texts: from :meth:`tokenise`.
+            chosen: their indices.
+
+        Returns:
+            Keyword arguments of the model, `[B, K]` each.
+        """
+        part = {name: [list(rows[i]) for i in chosen] for name, rows in texts.columns.items()}
+        padding = len(chosen) > 1
+        return dict(self.tokenizer.pad(part, padding=padding, return_tensors="pt", verbose=False))
 
     def _checked_limit(self, max_length: int | None) -> int | None:
         if max_length is None:
@@ -152,6 +190,30 @@ def load_model(name: str) -> PreTrainedModel:
     with _quietly(local), _failing_to_load("model", name, local):
         loaded: PreTrainedModel = AutoModel.from_pretrained(name, trust_remote_code=False)
     return loaded.eval()
+
+
+def text_model(model: nn.Module, tokenizer: Any, name: str = "") -> TextModel:
+    """Take a model and its tokenizer together.
+
+    Args:
+        model: a model that reads text.
+        tokenizer: its own.
+        name: of the model, for the record; by default what its configuration says.
+
+    Returns:
+        Both, with the longest text that they can read.
+
+    Raises:
+        InputError: if the model reads something else than text, or they are not of transformers.
+    """
+    for part, kind in ((model, PreTrainedModel), (tokenizer, PreTrainedTokenizerBase)):
+        if not isinstance(part, kind):
+            raise InputError(f"{type(part).__name__} is no {kind.__name__} of transformers.")
+    assert isinstance(model, PreTrainedModel)
+    known = name or getattr(model.config, "name_or_path", "") or type(model).__name__
+    if model.main_input_name != "input_ids":
+        raise InputError(f"{known} reads {model.main_input_name}, not text.")
+    return TextModel(known, model, tokenizer, _longest(model, tokenizer))
 
 
 def load_text_model(name: str) -> TextModel:

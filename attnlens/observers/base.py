@@ -22,6 +22,11 @@ Labels = Tensor | Callable[[Mapping[str, Any]], Tensor] | None
 _COMBINE = {"min": torch.minimum, "max": torch.maximum}
 
 
+def is_summed(quantity: str) -> bool:
+    """Tell whether a quantity is merged by addition, not by minimum or maximum."""
+    return quantity.rsplit("_", 1)[-1] not in _COMBINE
+
+
 class Observer(ABC):
     """A streaming quantity over attention calls.
 
@@ -42,6 +47,15 @@ class Observer(ABC):
 
         Args:
             capture: the call; it must not be kept alive unless its maps were asked for.
+        """
+
+    def seek(self, place: int) -> None:  # noqa: B027, most observers draw nothing
+        """Say which forward pass of a run comes next, where runs are split or interrupted.
+
+        Observers that draw random numbers then draw those of that pass, whatever they saw before.
+
+        Args:
+            place: number of the pass in the whole run, from 0.
         """
 
     @abstractmethod
@@ -209,9 +223,9 @@ class SumObserver(Observer):
         """
         parts: list[Any] = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(parts, self.state_dict(), group=group)
-        self.sums = {}
+        self._forget_state()
         for part in parts:
-            self._add_state(part)
+            self.add_state(part)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the sums on the CPU, named `stack/layer/quantity`."""
@@ -228,15 +242,24 @@ class SumObserver(Observer):
             state: what :meth:`state_dict` returned.
         """
         self.reset()
-        self._add_state(state)
+        self.add_state(state)
 
-    def _add_state(self, state: Mapping[str, Tensor]) -> None:
+    def add_state(self, state: Mapping[str, Tensor]) -> None:
+        """Add a state to the present one, as if what it saw had been seen here.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+        """
         layers: dict[LayerKey, Sums] = {}
         for name, tensor in state.items():
             stack, layer, quantity = name.rsplit("/", 2)
             layers.setdefault((stack, int(layer)), {})[quantity] = tensor
         for key, sums in layers.items():
             self.add(key, sums)
+
+    def _forget_state(self) -> None:
+        """Forget what :meth:`state_dict` returns."""
+        self.sums = {}
 
     def ordered(self) -> list[LayerKey]:
         """Layers in the order of their stacks' first appearance, then by index."""

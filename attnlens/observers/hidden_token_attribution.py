@@ -131,9 +131,19 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
         self.memory_budget = memory_budget
         self.max_bytes = max_bytes
         self.matrices: list[AttributionMatrices] = []
+        self._place = 0
         self._passes: Counter[str] = Counter()
         self._chains: list[tuple[str, Tensor, list[_Step]]] = []
         self._labels: Tensor | None = None
+
+    def seek(self, place: int) -> None:
+        """Draw the probes of a certain pass next.
+
+        Args:
+            place: number of the pass in the whole run, from 0.
+        """
+        self._place = place
+        self._passes = Counter()
 
     def begin_forward(self, inputs: Mapping[str, Any]) -> None:
         """Find the labels of the tokens to come.
@@ -202,7 +212,7 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
         """Forget everything seen."""
         super().reset()
         self.matrices = []
-        self._passes = Counter()
+        self.seek(0)
 
     def merge(self, other: HiddenTokenAttribution) -> HiddenTokenAttribution:
         """Add what another observer has seen, and append its matrices.
@@ -219,8 +229,13 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
         self._count_passes()
         return self
 
-    def _add_state(self, state: Mapping[str, Tensor]) -> None:
-        super()._add_state(state)
+    def add_state(self, state: Mapping[str, Tensor]) -> None:
+        """Add a state to the present one, as if what it saw had been seen here.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+        """
+        super().add_state(state)
         self._count_passes()
 
     def _count_passes(self) -> None:
@@ -251,7 +266,7 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
                 targets=self.targets,
                 at=at,
                 norm=self.norm,
-                seed=self.seed + self._passes[stack],
+                seed=self.seed + self._place + self._passes[stack],
                 memory_budget=self.memory_budget,
             )
         self._passes[stack] += 1

@@ -191,11 +191,20 @@ class TokenCollector(SumObserver, LayerObserver):
         stored = {f"{_STORE}{name}": t for name, t in self.store.state_dict().items()}
         return super().state_dict() | stored
 
-    def _add_state(self, state: Mapping[str, Tensor]) -> None:
-        super()._add_state({n: t for n, t in state.items() if not n.startswith(_STORE)})
+    def add_state(self, state: Mapping[str, Tensor]) -> None:
+        """Add a state to the present one, as if what it saw had been seen here.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+        """
+        super().add_state({n: t for n, t in state.items() if not n.startswith(_STORE)})
         self.store.add_state({
             n.removeprefix(_STORE): t for n, t in state.items() if n.startswith(_STORE)
         })
+
+    def _forget_state(self) -> None:
+        super()._forget_state()
+        self.store.clear()
 
     def _targets(self) -> tuple[Target, ...]:
         return (0, *self.offsets, *(("words",) if self.words is not None else ()))

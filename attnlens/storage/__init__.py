@@ -27,9 +27,11 @@ from attnlens.storage.forms import ENTRIES, RESULTS, Reader, Writer, storable
 __all__ = [
     "load",
     "load_captures",
+    "load_state",
     "read_header",
     "save",
     "save_captures",
+    "save_state",
     "storable",
     "versions",
     "write_atomically",
@@ -39,6 +41,7 @@ FORMAT = 2
 _KEY = "attnlens"
 _SEAL = "sha256"
 _BLANK = "0" * 64
+_STATE = "state"
 _PACKAGES = ("attnlens", "torch", "transformers", "safetensors")
 
 
@@ -109,6 +112,8 @@ def load(path: str | os.PathLike[str]) -> Any:
         FileNotFoundError: if there is no file.
     """
     header, tensors = _read(path)
+    if header["kind"] == _STATE:
+        raise InputError(f"{path} holds a state, no result. Use load_state().")
     kind = (RESULTS | ENTRIES)[header["kind"]]
     reader = Reader(path, header, tensors)
     try:
@@ -155,6 +160,46 @@ def load_captures(path: str | os.PathLike[str]) -> list[Capture]:
     if not (isinstance(found, list) and all(isinstance(entry, Capture) for entry in found)):
         raise InputError(f"{path} holds {read_header(path)['kind']}, no captures. Use load().")
     return found
+
+
+def save_state(
+    tensors: Mapping[str, Tensor], path: str | os.PathLike[str], about: Mapping[str, Any]
+) -> None:
+    """Write named tensors, such as an observer's `state_dict()`, to a sealed safetensors file.
+
+    Args:
+        tensors: what to write.
+        path: where to; the folder must exist.
+        about: anything JSON can hold, returned with them.
+    """
+    own = _apart({name: tensor.cpu() for name, tensor in tensors.items()})
+    header = {
+        "format": FORMAT,
+        "kind": _STATE,
+        _STATE: dict(about),
+        "shapes": {name: list(tensor.shape) for name, tensor in own.items()},
+        "versions": versions(),
+    }
+    write_atomically(path, _sealed(own, json.dumps(header)))
+
+
+def load_state(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what :func:`save_state` wrote.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The tensors and what was noted about them.
+
+    Raises:
+        InputError: if the file is damaged, of another format, or holds something else.
+        FileNotFoundError: if there is no file.
+    """
+    header, tensors = _read(path)
+    if header["kind"] != _STATE:
+        raise InputError(f"{path} holds {header['kind']}, no state. Use load().")
+    return tensors, header[_STATE]
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -265,6 +310,6 @@ def _checked_header(path: str | os.PathLike[str], text: str | None) -> dict[str,
             f"{path} has format {written}; this attnlens reads up to {FORMAT}. Update attnlens."
         )
     known = RESULTS if "fields" in header else ENTRIES if "entries" in header else {}
-    if kind not in known:
+    if kind not in known and not (kind == _STATE and isinstance(header.get(_STATE), dict)):
         raise InputError(f"{path} holds a {kind!r}. Readable: {', '.join(RESULTS | ENTRIES)}.")
     return {**header, "format": written}

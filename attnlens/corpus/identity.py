@@ -1,0 +1,107 @@
+"""What a scan was made of, in a form that can be written down and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+from torch import nn
+
+from attnlens.errors import InputError
+from attnlens.model.loading import TextModel
+from attnlens.observers import Observer
+
+_SAMPLE = 1024
+_SENTENCE = "The 2nd test, naïvely: don't tokenise “this” twice!"
+
+
+def model_identity(model: TextModel) -> dict[str, str]:
+    """Describe a model and its tokenizer by digests; the name of a folder tells nothing.
+
+    Args:
+        model: the model.
+
+    Returns:
+        Digests. That of the weights is over shapes, types and a sample of each tensor, so that
+        fine-tuning changes it and a large model is not read in full.
+    """
+    tokenizer = model.tokenizer
+    words = blake2b(type(tokenizer).__name__.encode(), digest_size=16)
+    for token, index in sorted(tokenizer.get_vocab().items()):
+        words.update(f"{token}\t{index}\n".encode(errors="surrogatepass"))
+    words.update(repr(tokenizer(_SENTENCE)["input_ids"]).encode())
+    return {"weights": _weights(model.model), "tokenizer": words.hexdigest()}
+
+
+def _weights(model: nn.Module) -> str:
+    digest = blake2b(type(model).__name__.encode(), digest_size=16)
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
+        step = max(1, tensor.numel() // _SAMPLE)
+        sample = tensor.detach().flatten()[::step].to("cpu")
+        digest.update(repr(sample.tolist()).encode())
+    return digest.hexdigest()
+
+
+def observer_identity(observer: Observer) -> dict[str, Any]:
+    """Describe an observer by its class and those of its settings that are plain values.
+
+    Args:
+        observer: the observer.
+
+    Returns:
+        Something that JSON can hold.
+    """
+    settings = {
+        name: sorted(value) if isinstance(value, frozenset) else value
+        for name, value in vars(observer).items()
+        if not name.startswith("_") and _is_plain(value)
+    }
+    return {"class": type(observer).__name__, **_listed(settings)}
+
+
+def require_same(
+    found: Mapping[str, Any], wanted: Mapping[str, Any], where: str, cure: str
+) -> None:
+    """Refuse to go on with, or to merge, what was made in another way.
+
+    Args:
+        found: what is written down.
+        wanted: what it must be.
+        where: the file.
+        cure: what to do.
+
+    Raises:
+        InputError: naming what differs.
+    """
+    for part in wanted:
+        if found.get(part) == wanted[part]:
+            continue
+        raise InputError(
+            f"{where} belongs to another scan, which differs in its {part}: "
+            f"{_difference(found.get(part), wanted[part])}. {cure}"
+        )
+
+
+def _difference(found: Any, wanted: Any) -> str:
+    """The entries in which two descriptions differ."""
+    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
+        names = [n for n in {**found, **wanted} if found.get(n) != wanted.get(n)]
+        return ", ".join(f"{n} is {found.get(n)!r}, not {wanted.get(n)!r}" for n in names)
+    if isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
+        return "; ".join(_difference(f, w) for f, w in zip(found, wanted, strict=True) if f != w)
+    return f"{found!r}, not {wanted!r}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return all(_is_plain(entry) for entry in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _listed(value: Any) -> Any:
+    """Tuples as the lists that JSON makes of them."""
+    if isinstance(value, dict):
+        return {name: _listed(entry) for name, entry in value.items()}
+    return [_listed(entry) for entry in value] if isinstance(value, (tuple, list)) else value

@@ -1,0 +1,115 @@
+"""Observers by name, as on a command line: `attribution:probes=2`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from attnlens import observers as known
+from attnlens.errors import InputError
+from attnlens.observers import GradientObserver, LayerObserver, Observer, Recording, TokenSaliency
+
+_SHORT = {"attribution": "hidden-token-attribution"}
+_UNFIT = (GradientObserver, Recording, TokenSaliency)  # need a backward pass, or have no state
+
+
+def observer_names() -> dict[str, type[Observer]]:
+    """Return the observers that a corpus can be scanned with, by name."""
+    named = {name_of(kind): kind for kind in vars(known).values() if _is_fit(kind)}
+    return named | {short: named[full] for short, full in _SHORT.items()}
+
+
+def name_of(kind: type[Observer]) -> str:
+    """Return the name of a class of observers: `HeadStatistics` is `head-statistics`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", kind.__name__).lower()
+
+
+def named_observer(text: str, label_names: Sequence[str] = ()) -> Observer:
+    """Make an observer from its name and settings.
+
+    Args:
+        text: a name, or a name and settings, as in `attribution:probes=2,layers=[0,3]`. Settings
+            are those of the class; words need no quotes.
+        label_names: of the labels of the corpus, for observers that tell labels apart and were
+            given no `label_names` of their own.
+
+    Returns:
+        The observer.
+
+    Raises:
+        InputError: if there is no such observer, or it has no such setting.
+    """
+    name, _, settings = text.partition(":")
+    kinds = observer_names()
+    if name not in kinds:
+        raise InputError(f"No observer {name!r}. There are: {', '.join(sorted(kinds))}.")
+    kind = kinds[name]
+    chosen = _settings(settings, text)
+    accepted = inspect.signature(kind).parameters
+    unknown = sorted(chosen.keys() - accepted)
+    if unknown:
+        raise InputError(
+            f"{kind.__name__} has no setting {unknown[0]!r}. It has: {', '.join(accepted)}."
+        )
+    if label_names and "label_names" in accepted:
+        chosen.setdefault("label_names", tuple(label_names))
+    return kind(**chosen)
+
+
+def require_fit(observer: Any) -> Observer:
+    """Refuse what a scan cannot feed or write down.
+
+    Args:
+        observer: what a user gave.
+
+    Returns:
+        The same.
+
+    Raises:
+        InputError: saying why.
+    """
+    if not isinstance(observer, Observer):
+        raise InputError(f"Observers are instances, or names. Got {observer!r}.")
+    name = type(observer).__name__
+    if isinstance(observer, Recording):
+        raise InputError(
+            "A Recording keeps whole captures, which have no state to resume from. Use it with a "
+            "Lens of your own."
+        )
+    if isinstance(observer, _UNFIT):
+        raise InputError(f"{name} needs a backward pass, and a scan makes none.")
+    if getattr(observer, "keep", None) == "matrices":
+        raise InputError(
+            f"{name} is to keep matrices, which are no part of its state. Use keep='aggregates'."
+        )
+    return observer
+
+
+def _is_fit(kind: Any) -> bool:
+    return (
+        isinstance(kind, type)
+        and issubclass(kind, Observer)
+        and kind not in (Observer, LayerObserver)
+        and not issubclass(kind, _UNFIT)
+    )
+
+
+def _settings(text: str, whole: str) -> dict[str, Any]:
+    """Read `probes=2,norm=fro` as the arguments of a call."""
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("every setting has a name")
+        return {str(entry.arg): _value(entry.value) for entry in call.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise InputError(
+            f"Settings of an observer are as in attribution:probes=2,norm=fro. Got {whole!r}: "
+            f"{error}."
+        ) from error
+
+
+def _value(node: ast.expr) -> Any:
+    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)

@@ -1,0 +1,298 @@
+"""Read a corpus record by record: text, JSONL, CSV, Parquet, and data sets on disk."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TextIO, get_args
+
+from attnlens.corpus.records import Entry, Fields, Record, Rejected, record_of, record_of_text
+from attnlens.errors import InputError
+
+Format = Literal["text", "jsonl", "csv", "tsv", "parquet", "dataset"]
+_SUFFIXES: dict[str, Format] = {
+    ".txt": "text",
+    ".text": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+_LONGEST = 2**20  # characters of a line; no file can make a reader take more
+
+
+class Corpus:
+    """Files of examples, which can be read again and again.
+
+    A line of a text file, an object of a JSONL file, a row of a table is an example. Nothing but
+    the line at hand is in memory.
+
+    Args:
+        files: one file, or several to be read in this order. A folder is a data set that
+            `datasets.Dataset.save_to_disk` wrote.
+        fields: where the parts of an example are in objects and columns.
+        format: of the files; None goes by the suffix of each.
+
+    Raises:
+        InputError: if a file does not exist, or its format is unknown.
+    """
+
+    def __init__(
+        self,
+        files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        fields: Fields | None = None,
+        format: Format | None = None,
+    ) -> None:
+        paths = [files] if isinstance(files, (str, os.PathLike)) else list(files)
+        if not paths:
+            raise InputError("A corpus needs at least one file. Got none.")
+        self.fields = Fields() if fields is None else fields
+        if self.fields.labels is not None and self.fields.words is None:
+            raise InputError("Labels belong to words: name the field of the words as well.")
+        if self.fields.words is not None and self.fields.pair is not None:
+            raise InputError("Examples are words, or pairs of texts. Got fields for both.")
+        self.files = [(Path(path), _format_of(Path(path), format)) for path in paths]
+
+    def __iter__(self) -> Iterator[Entry]:
+        for path, kind in self.files:
+            try:
+                yield from _READERS[kind](path, self.fields)
+            except OSError as error:
+                raise InputError(f"Cannot read {path}: {error.strerror or error}.") from error
+
+    def lines(self) -> int:
+        """Count the lines and rows of all files, whatever they hold."""
+        return sum(_COUNTERS.get(kind, _count_lines)(path) for path, kind in self.files)
+
+    def label_names(self) -> list[str]:
+        """Read everything once to collect the labels there are, in alphabetical order."""
+        labelled = (r.labels for r in self if isinstance(r, Record) and r.labels is not None)
+        return sorted({label for labels in labelled for label in labels if isinstance(label, str)})
+
+
+def entries_of(items: Iterable[Any]) -> Iterator[Entry]:
+    """Read examples that are at hand in Python.
+
+    Args:
+        items: records, texts, pairs of texts, or mappings with `text`, with `text` and `pair`, or
+            with `words` and perhaps `labels`.
+
+    Yields:
+        Examples, and what is none.
+    """
+    for line, item in enumerate(items, 1):
+        if isinstance(item, (Record, Rejected)):
+            yield item
+        elif isinstance(item, str):
+            yield record_of_text(item, "records", line)
+        elif isinstance(item, tuple) and len(item) == 2:
+            pair = dict(zip(("text", "pair"), item, strict=True))
+            yield record_of(pair, Fields(pair="pair"), "records", line)
+        else:
+            names = item if isinstance(item, Mapping) else ()
+            chosen = {name: name for name in ("pair", "words", "labels") if name in names}
+            yield record_of(item, Fields(**chosen), "records", line)
+
+
+def _format_of(path: Path, format: Format | None) -> Format:
+    if not path.exists():
+        raise InputError(f"There is no file {path}.")
+    if format is not None and format not in get_args(Format):
+        raise InputError(f"format must be one of {', '.join(get_args(Format))}. Got {format!r}.")
+    if path.is_dir():
+        return "dataset"
+    found = format or _SUFFIXES.get(path.suffix.lower())
+    if found is None:
+        raise InputError(
+            f"The format of {path} is unknown: its name ends in none of {', '.join(_SUFFIXES)}. "
+            f"Name its format, one of {', '.join(get_args(Format))}."
+        )
+    return found
+
+
+def _open(path: Path) -> TextIO:
+    # What is no UTF-8 becomes lone surrogates, which a record may not hold.
+    return open(path, encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def _lines(file: TextIO) -> Iterator[tuple[int, str | None]]:
+    """Lines by number, without what ends them; None for a line that is too long."""
+    number = 0
+    while line := file.readline(_LONGEST):
+        number += 1
+        whole = True
+        while len(line) == _LONGEST and not line.endswith("\n"):
+            whole, line = False, file.readline(_LONGEST)
+        yield number, line.rstrip("\r\n") if whole else None
+
+
+def _too_long(path: Path, number: int) -> Rejected:
+    return Rejected(str(path), number, f"longer than {_LONGEST:,} characters")
+
+
+def _read_text(path: Path, fields: Fields) -> Iterator[Entry]:
+    """Every line that is not blank."""
+    with _open(path) as file:
+        for number, line in _lines(file):
+            if line is None:
+                yield _too_long(path, number)
+            elif line.strip():
+                yield record_of_text(line, str(path), number)
+
+
+def _read_jsonl(path: Path, fields: Fields) -> Iterator[Entry]:
+    with _open(path) as file:
+        for number, line in _lines(file):
+            if line is None:
+                yield _too_long(path, number)
+            elif line.strip():
+                yield _object_of(line, fields, str(path), number)
+
+
+def _object_of(line: str, fields: Fields, source: str, number: int) -> Entry:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        return Rejected(source, number, f"not JSON: {error.msg} at character {error.pos}")
+    except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
+        return Rejected(source, number, f"not readable as JSON: {error}")
+    return record_of(entry, fields, source, number)
+
+
+def _read_table(path: Path, fields: Fields, delimiter: str) -> Iterator[Entry]:
+    """Rows of a table whose first row names the columns."""
+    with _open(path) as file:
+        refused = "x" * (csv.field_size_limit() + 1)  # what stands for a line that is too long
+        lines = (refused if line is None else f"{line}\n" for _, line in _lines(file))
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)
+        columns = _columns(rows, path, fields)
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield Rejected(str(path), rows.line_num, f"not CSV: {error}")
+                continue
+            if len(row) == len(columns):
+                entry = dict(zip(columns, row, strict=True))
+                yield record_of(entry, fields, str(path), rows.line_num)
+            elif row:
+                reason = f"{len(row)} columns instead of {len(columns)}"
+                yield Rejected(str(path), rows.line_num, reason)
+
+
+def _columns(rows: Iterator[list[str]], path: Path, fields: Fields) -> list[str]:
+    try:
+        columns = next(rows, [])
+    except csv.Error as error:
+        raise InputError(f"The first line of {path} names no columns: {error}.") from error
+    _require(columns, path, fields)
+    return columns
+
+
+def _require(columns: Sequence[str], path: Path, fields: Fields) -> None:
+    """Refuse a table none of whose rows could be an example."""
+    text = fields.text if fields.words is None else fields.words
+    for name in (text, fields.pair, fields.labels):
+        if name is not None and name not in columns:
+            raise InputError(f"{path} has no column {name!r}. It has: {', '.join(columns)}.")
+
+
+def _read_csv(path: Path, fields: Fields) -> Iterator[Entry]:
+    return _read_table(path, fields, ",")
+
+
+def _read_tsv(path: Path, fields: Fields) -> Iterator[Entry]:
+    return _read_table(path, fields, "\t")
+
+
+def _read_parquet(path: Path, fields: Fields) -> Iterator[Entry]:
+    datasets = _datasets()
+    with _whole(path):
+        stream = datasets.load_dataset(
+            "parquet", data_files=os.fspath(path), split="train", streaming=True
+        )
+        yield from _rows(stream, path, fields)
+
+
+def _read_dataset(path: Path, fields: Fields) -> Iterator[Entry]:
+    return _rows(_on_disk(path), path, fields)
+
+
+def _rows(rows: Any, path: Path, fields: Fields) -> Iterator[Entry]:
+    if rows.column_names is not None:
+        _require(rows.column_names, path, fields)
+    for number, row in enumerate(rows, 1):
+        yield record_of(row, fields, str(path), number)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Say of which file it is that a library cannot read it."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+
+
+def _on_disk(path: Path) -> Any:
+    datasets = _datasets()
+    try:
+        found = datasets.load_from_disk(os.fspath(path))
+    except (FileNotFoundError, ValueError) as error:
+        raise InputError(
+            f"The folder {path} is no data set that datasets saved to disk: {error}"
+        ) from error
+    if isinstance(found, dict):
+        raise InputError(f"{path} holds the splits {', '.join(found)}. Give the folder of one.")
+    return found
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"Parquet and data sets need {error.name}. Run: pip install 'attnlens[corpus]'"
+        ) from error
+    return datasets
+
+
+def _count_lines(path: Path) -> int:
+    count, last = 0, b"\n"
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            count += block.count(b"\n")
+            last = block[-1:]
+    return count + (last != b"\n")
+
+
+def _count_parquet(path: Path) -> int:
+    _datasets()
+    from pyarrow import parquet
+
+    with _whole(path):
+        return int(parquet.read_metadata(path).num_rows)
+
+
+_READERS: dict[Format, Callable[[Path, Fields], Iterator[Entry]]] = {
+    "text": _read_text,
+    "jsonl": _read_jsonl,
+    "csv": _read_csv,
+    "tsv": _read_tsv,
+    "parquet": _read_parquet,
+    "dataset": _read_dataset,
+}
+_COUNTERS: dict[Format, Callable[[Path], int]] = {
+    "parquet": _count_parquet,
+    "dataset": lambda path: len(_on_disk(path)),
+}

@@ -1,0 +1,177 @@
+"""One example of a corpus, and what makes an entry of a file one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Label = str | int
+
+
+@dataclass(frozen=True)
+class Record:
+    """One example.
+
+    Attributes:
+        text: the text, or its words.
+        pair: a text that is read after it, such as the second sentence of a pair, or None.
+        labels: a label for every word, or None.
+        source: the file it came from.
+        line: its line in the file, or its row in a data set, from 1.
+    """
+
+    text: str | tuple[str, ...]
+    pair: str | None = None
+    labels: tuple[Label, ...] | None = None
+    source: str = ""
+    line: int = 0
+
+    @property
+    def content(self) -> str:
+        """Everything that a model and its observers are told, as a line of ASCII."""
+        return ascii((self.text, self.pair, self.labels))
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """An entry that is no example.
+
+    Attributes:
+        source: the file.
+        line: line or row, from 1.
+        reason: what is wrong with it.
+    """
+
+    source: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}: {self.reason}"
+
+
+Entry = Record | Rejected
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Where the parts of an example are in the objects of a file, or in the columns of a table.
+
+    Attributes:
+        text: name of the text.
+        pair: name of a second text, or None.
+        words: name of a list of words to take instead of a text, or None.
+        labels: name of a list of labels, one for each word, or None.
+    """
+
+    text: str = "text"
+    pair: str | None = None
+    words: str | None = None
+    labels: str | None = None
+
+
+class _Unfit(ValueError):
+    """Why an entry is no example."""
+
+
+def record_of(entry: Any, fields: Fields, source: str, line: int) -> Entry:
+    """Turn an object of a file into an example, if it is one.
+
+    Args:
+        entry: what stands there.
+        fields: where its parts are.
+        source: the file.
+        line: line or row, from 1.
+
+    Returns:
+        The example, or why there is none.
+    """
+    if not isinstance(entry, Mapping):
+        return Rejected(source, line, f"not an object but {_kind(entry)}")
+    try:
+        if fields.words is not None:
+            words = _words(entry, fields.words)
+            return Record(words, None, _labels(entry, fields.labels, len(words)), source, line)
+        text = _text(entry, fields.text)
+        pair = None if fields.pair is None else _text(entry, fields.pair)
+        return Record(text, pair, None, source, line)
+    except _Unfit as reason:
+        return Rejected(source, line, str(reason))
+
+
+def record_of_text(text: str, source: str, line: int) -> Entry:
+    """Turn a text into an example, if it is one.
+
+    Args:
+        text: the text.
+        source: the file.
+        line: line or row, from 1.
+
+    Returns:
+        The example, or why there is none.
+    """
+    return record_of({"text": text}, Fields(), source, line)
+
+
+def _field(entry: Mapping[str, Any], name: str) -> Any:
+    if name not in entry:
+        raise _Unfit(f"no field {name!r}")
+    return entry[name]
+
+
+def _text(entry: Mapping[str, Any], name: str) -> str:
+    text = _field(entry, name)
+    if not isinstance(text, str):
+        raise _Unfit(f"{name!r} is {_kind(text)}, no text")
+    if not text.strip():
+        raise _Unfit(f"{name!r} is empty")
+    return _encodable(text, name)
+
+
+def _words(entry: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    words = _field(entry, name)
+    if not isinstance(words, (list, tuple)):
+        raise _Unfit(f"{name!r} is {_kind(words)}, no list of words")
+    if not words:
+        raise _Unfit(f"{name!r} is empty")
+    for word in words:
+        if not isinstance(word, str) or not word.strip():
+            raise _Unfit(f"{name!r} holds {_kind(word)} where a word should be")
+        _encodable(word, name)
+    return tuple(words)
+
+
+def _labels(entry: Mapping[str, Any], name: str | None, words: int) -> tuple[Label, ...] | None:
+    if name is None:
+        return None
+    labels = _field(entry, name)
+    if not isinstance(labels, (list, tuple)):
+        raise _Unfit(f"{name!r} is {_kind(labels)}, no list of labels")
+    if len(labels) != words:
+        raise _Unfit(f"{words} words but {len(labels)} labels")
+    for label in labels:
+        if isinstance(label, bool) or not isinstance(label, (str, int)):
+            raise _Unfit(f"{name!r} holds {_kind(label)} where a label should be")
+    return tuple(labels)
+
+
+def _encodable(text: str, name: str) -> str:
+    """Refuse what is no Unicode: bytes that were no UTF-8, and halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"U+{code:04X}"
+        raise _Unfit(f"{name!r} is not UTF-8: {what} at character {error.start}") from error
+    return text
+
+
+def _kind(value: Any) -> str:
+    """What JSON calls a value."""
+    if isinstance(value, str):
+        return "text" if value.strip() else "empty text"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    names = {int: "a number", float: "a number", list: "a list", tuple: "a list"}
+    return names.get(type(value), "an object")

@@ -1,0 +1,110 @@
+"""Which part of a corpus this process reads, and how parts come together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed
+
+from attnlens.errors import InputError
+
+# The fastest process waits for the slowest at the end, and a corpus may take days.
+_PATIENCE = timedelta(days=30)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a corpus: every n-th window, from the i-th.
+
+    Attributes:
+        index: i, from 0.
+        count: n.
+        group: processes that hold the other parts, or None where they are run for themselves.
+    """
+
+    index: int = 0
+    count: int = 1
+    group: Any = None
+
+    def owns(self, window: int) -> bool:
+        """Tell whether a window belongs to it."""
+        return window % self.count == self.index
+
+    @property
+    def complete(self) -> bool:
+        """Whether results of the whole corpus are known here at the end."""
+        return self.count == 1 or self.group is not None
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process is the one that writes results of the whole corpus."""
+        return self.complete and self.index == 0
+
+    def gathered(self, part: Any) -> Iterator[Any]:
+        """Exchange something with all processes, one after the other to spare memory.
+
+        Args:
+            part: of this process.
+
+        Yields:
+            That of each process, in the order of their shards.
+        """
+        for source in range(self.count if self.group is not None else 0):
+            box = [part if source == self.index else None]
+            distributed.broadcast_object_list(box, src=source, group=self.group)
+            yield box[0]
+
+
+@contextmanager
+def shard_of(chosen: Sequence[int] | None) -> Iterator[Shard]:
+    """Find the part of this process: as chosen, or its rank among the processes of a launcher.
+
+    Args:
+        chosen: index and count, or None.
+
+    Yields:
+        The shard. A process group that was set up for it ends with the block.
+
+    Raises:
+        InputError: if a choice is out of range, or comes on top of several processes.
+    """
+    if chosen is not None:
+        yield _chosen(chosen)
+        return
+    if not distributed.is_available() or not _several():
+        yield Shard()
+        return
+    own = not distributed.is_initialized()
+    if own:
+        distributed.init_process_group("gloo", timeout=_PATIENCE)
+    group = distributed.new_group(backend="gloo", timeout=_PATIENCE)
+    try:
+        yield Shard(distributed.get_rank(), distributed.get_world_size(), group)
+    finally:
+        distributed.destroy_process_group(None if own else group)
+
+
+def _several() -> bool:
+    """Whether this is one of several processes, that torchrun started, say."""
+    if distributed.is_initialized():
+        return distributed.get_world_size() > 1
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def _chosen(chosen: Sequence[int]) -> Shard:
+    if len(chosen) != 2 or not 0 <= chosen[0] < chosen[1]:
+        raise InputError(
+            f"shard must be an index from 0 and a count above it, such as (0, 4). Got "
+            f"{tuple(chosen)}."
+        )
+    if _several():
+        raise InputError(
+            "This is one of several processes, which share a corpus by themselves. Leave shard "
+            "out, or start it alone."
+        )
+    return Shard(*chosen)

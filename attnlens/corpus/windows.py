@@ -1,0 +1,80 @@
+"""Cut a corpus into windows of records, and a window into batches of similar length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from attnlens.corpus.records import Entry, Record, Rejected
+
+
+@dataclass(frozen=True)
+class Window:
+    """Consecutive records of a corpus, which are sorted by length and go to one process.
+
+    Attributes:
+        index: number of the window in the corpus, from 0.
+        records: its records.
+        line: number of lines of the corpus up to here, all files together.
+        digest: of all records of the corpus up to here.
+    """
+
+    index: int
+    records: list[Record]
+    line: int
+    digest: str
+
+
+def windows(
+    entries: Iterable[Entry], size: int, reject: Callable[[int, Rejected], None]
+) -> Iterator[Window]:
+    """Cut a corpus into windows of records.
+
+    Args:
+        entries: the corpus.
+        size: records in a window; the last may hold fewer.
+        reject: told at once of what is no record, with the index of the window that is being
+            filled; it does not shift the windows.
+
+    Yields:
+        The windows.
+    """
+    digest, index = blake2b(digest_size=16), 0
+    source, line, before = "", 0, 0
+    records: list[Record] = []
+    for entry in entries:
+        if entry.source != source:
+            source, before = entry.source, before + line
+        line = entry.line
+        if isinstance(entry, Rejected):
+            reject(index, entry)
+            continue
+        records.append(entry)
+        digest.update(entry.content.encode() + b"\n")
+        if len(records) == size:
+            yield Window(index, records, before + line, digest.hexdigest())
+            index, records = index + 1, []
+    if records:
+        yield Window(index, records, before + line, digest.hexdigest())
+
+
+def batches(lengths: Sequence[int], most: int, most_tokens: int) -> Iterator[list[int]]:
+    """Put texts of similar length together, the longest first.
+
+    Args:
+        lengths: number of tokens of each text.
+        most: most texts in a batch.
+        most_tokens: most tokens in a batch, padding included; a longer text is a batch of its own.
+
+    Yields:
+        Indices of texts.
+    """
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if batch and (len(batch) == most or lengths[batch[0]] * (len(batch) + 1) > most_tokens):
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
