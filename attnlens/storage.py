@@ -21,16 +21,17 @@ from safetensors import torch as tensor_files
 from torch import Tensor
 
 from attnlens.errors import InputError
-from attnlens.observers import HeadStatisticsResult
+from attnlens.observers import HeadStatisticsResult, LabelAttentionResult
 
 FORMAT = 1
 _KEY = "attnlens"
-_KINDS = {kind.__name__: kind for kind in (HeadStatisticsResult,)}
+Result = HeadStatisticsResult | LabelAttentionResult
+_KINDS = {kind.__name__: kind for kind in (HeadStatisticsResult, LabelAttentionResult)}
 _PACKAGES = ("attnlens", "torch", "transformers", "safetensors")
 
 
 def save(
-    result: HeadStatisticsResult,
+    result: Result,
     path: str | os.PathLike[str],
     *,
     model: str = "",
@@ -65,7 +66,7 @@ def save(
     write_atomically(path, tensor_files.save(tensors, {_KEY: json.dumps(header)}))
 
 
-def load(path: str | os.PathLike[str]) -> HeadStatisticsResult:
+def load(path: str | os.PathLike[str]) -> Result:
     """Read a result that :func:`save` wrote.
 
     Args:
