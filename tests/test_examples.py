@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -40,13 +42,21 @@ def test_picture_draws_every_head(tmp_path):
     assert "@font-face" not in drawing
 
 
-def test_fine_tuning_ends_with_a_row_for_each_layer():
-    lines = run("fine_tune.py").splitlines()
-    table = lines[lines.index("layer  effective fraction  entropy  importance") + 1 :][:6]
-    rows = [[float(number) for number in line.split()] for line in table]
+def test_fine_tuning_ends_with_a_row_for_each_layer(tmp_path):
+    lines = run("fine_tune.py", "--steps", "4", "--logs", str(tmp_path)).splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("layer  effective"))
+    rows = [[float(n) for n in line.replace("→", " ").split()] for line in lines[start + 1 :][:6]]
     assert [row[0] for row in rows] == [0, 1, 2, 3, 4, 5]
-    assert all(0 < row[1] < 1 and row[2] > 0 and row[3] > 0 for row in rows)
-    assert any("'attnlens/entropy/layer_05/mean'" in line for line in lines)
+    for _, first, last, *others in rows:
+        assert 0 < first < 1 and 0 < last < 1 and len(others) == 4 and min(others) > 0
+    (events,) = (path for path in tmp_path.rglob("events*") if logged(path))
+    assert len(logged(events)["train/attnlens/entropy/layer_05/mean"]) == 4
+
+
+def logged(events):
+    reader = EventAccumulator(str(events)).Reload()
+    tags = reader.Tags()["scalars"]
+    return {tag: reader.Scalars(tag) for tag in tags if tag.startswith("train/attnlens/")}
 
 
 def test_identifiability_prints_rates_and_controls_of_every_layer(tmp_path):

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "pruning_experiment.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module(name)
 
 
 def test_the_experiment_prints_curves_and_a_gain(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib").use("agg")
-    spec = importlib.util.spec_from_file_location("pruning_experiment", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load("pruning_experiment", monkeypatch)
     sizes = {"TRAIN": 16, "DEV": 4, "SCORED": 2, "EPOCHS": 1, "TOKENS": 12}
     for name, value in {**sizes, "SCORES": ("output_norm", "random")}.items():
         monkeypatch.setattr(example, name, value)
@@ -33,11 +36,8 @@ def test_the_experiment_prints_curves_and_a_gain(
     assert picture.stat().st_size > 0
 
 
-def test_passages_join_texts_of_one_genre(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("pruning_experiment", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+def test_passages_join_texts_of_one_genre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load("genres", monkeypatch)
     path = tmp_path / "texts.jsonl"
     one, other = '{"text": "a b c", "genre": "x"}', '{"text": "d e", "genre": "y"}'
     path.write_text("\n".join([one] * 45 + [other] * 10 + [one] * 20), encoding="utf-8")

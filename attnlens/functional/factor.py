@@ -159,7 +159,7 @@ def factor_values(values: Tensor, gram: Tensor, keys: Tensor, rtol: float) -> Wh
     """Choose the smaller Gram matrix for every problem and factor each kind in one batched call.
 
     Args:
-        values: `[..., K, E]` float64, finite; leading dimensions may be expanded.
+        values: `[..., K, E]`, finite at the keys; leading dimensions may be expanded.
         gram: `[..., E, E]` float64, `valuesᵀ values` over the keys of each problem.
         keys: `[..., K]` bool, the keys of each problem, leading dimensions broadcast; values
             elsewhere play no part.
@@ -181,7 +181,8 @@ def factor_values(values: Tensor, gram: Tensor, keys: Tensor, rtol: float) -> Wh
 
     short = few.expand(leading).reshape(-1)
     position, real = (part.expand(*leading, -1) for part in _positions(keys & few[..., None]))
-    taken = torch.take_along_dim(values, position[..., None], dim=-2) * real[..., None]
+    taken = torch.take_along_dim(values, position[..., None], dim=-2)
+    taken = taken.to(gram.dtype).masked_fill(~real[..., None], 0.0)
     taken, real = taken.flatten(end_dim=-3)[short], real.flatten(end_dim=-2)[short]
     result = whiten_short(taken, real, rtol)
     factor[short, :, : real.shape[-1]] = result.factor

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from opt_einsum import contract
 from torch import Tensor
 
 from attnlens.functional.factor import factor_values
 from attnlens.functional.rowwise import RowwiseBasis
+from attnlens.functional.spectra import eigenvalues
 from attnlens.functional.support import Support
-from attnlens.functional.values import selected_rows
+from attnlens.functional.values import row_moments, selected_rows
 
 # Squared sine of the angle under which the constant vector counts as inside the value space.
 _INSIDE = 1e-8
@@ -85,19 +85,20 @@ def null_space_sums(
     context: Tensor,
     support: Support,
     rtol: float,
-    output_gram: Tensor | None = None,
+    output_root: Tensor | None = None,
     active: Tensor | None = None,
     whitening: tuple[Tensor, Tensor] | None = None,
 ) -> NullSpaceSums:
     """Compute the null-space quantities from values and outputs alone.
 
     Args:
-        values: `[B, Hv, K, E]` float64, zero at masked keys; Hv divides H (grouped heads).
-        context: `[B, H, Q, E]` outputs `O = A V`, float32 or float64.
+        values: `[B, Hv, K, E]`; rows at masked keys may hold anything; Hv divides H (grouped
+            heads).
+        context: `[B, H, Q, E]` outputs `O = A V`; rows that are not real may hold anything.
         support: the keys of every row.
         rtol: relative threshold for the numerical rank.
-        output_gram: `[H, E, E]` float64 positive definite matrix X with `‖A T‖² = tr(O X Oᵀ)`,
-            that is `H Hᵀ`; the identity when None.
+        output_root: `[H, E, E]` float64 regular matrix X with `‖A T‖ = ‖O X‖`, that is
+            `X Xᵀ = H Hᵀ`; the identity when None.
         active: `[B, 1 or H, Q]` bool, the real rows; by default those of :meth:`Support.active`.
         whitening: factor `[B, Hv, E, E]` float64 and rank `[B, Hv]` over all real keys, where
             they are known already.
@@ -106,27 +107,32 @@ def null_space_sums(
         The quantities, over real rows and keys only.
     """
     active = support.active(context.shape[-2]) if active is None else active
-    # float64 throughout: the variance of near-uniform attention is a small difference of sums
-    context = selected_rows(context, active, torch.float64)
     groups = context.shape[1] // values.shape[1]
-    gram = values.mT @ values
-    moment = context.mT @ context
-    finite = torch.isfinite(gram).all(-1).all(-1)
+    keys = _keys_of_heads(support, values.shape[1])
+    # float64 throughout: the variance of near-uniform attention is a small difference of sums
+    gram, value_total = row_moments(values, keys)
+    moment, context_total = row_moments(context, active)
+    finite = torch.isfinite(gram.diagonal(dim1=-2, dim2=-1)).all(-1)  # sums of squares
     if not bool(finite.all()):  # an eigensolver may hang or raise on NaN
         kept = finite[..., None, None]
         values, gram = torch.where(kept, values, 0.0), torch.where(kept, gram, 0.0)
+        value_total = torch.where(finite[..., None], value_total, 0.0)
+    root = None if output_root is None else output_root.to(moment)
     output = (
         moment.diagonal(dim1=-2, dim2=-1).sum(-1)
-        if output_gram is None
-        else torch.einsum("bhde,hde->bh", moment, output_gram.to(moment))
+        if root is None
+        else torch.linalg.vecdot(moment.flatten(2), (root @ root.mT).flatten(1))
     )
-    factor, rank = whitening or _whitening(values, gram, support, rtol)
+    factor, rank = whitening or _whitening(values, gram, keys, rtol)
     if support.shared:
-        parts = _shared_parts(values, context, moment, factor, rank, support, groups)
+        totals = (value_total, context_total)
+        parts = _shared_parts(totals, moment, factor, rank, support, groups)
     else:
+        values = selected_rows(values, keys, torch.float64)
+        context = selected_rows(context, active, torch.float64)
         parts = _rowwise_parts(values, context, active, support, rtol, groups)
     finite = finite.repeat_interleave(groups, 1) & torch.isfinite(output)
-    condition = _condition(gram, rank, output_gram, groups)
+    condition = _condition(gram, rank, root, groups)
     return NullSpaceSums(**parts, condition=condition, output_square=output, finite=finite.double())
 
 
@@ -154,37 +160,36 @@ def pearson(
     return (covariance / spread).clamp(-1, 1)
 
 
-def _whitening(
-    values: Tensor, gram: Tensor, support: Support, rtol: float
-) -> tuple[Tensor, Tensor]:
+def _keys_of_heads(support: Support, heads: int) -> Tensor:
+    """The real keys of value heads, `[B, 1 or Hv, K]`, which the heads of a group share."""
+    keys = support.keys
+    return keys if keys.shape[1] in (1, heads) else keys.unflatten(1, (heads, -1))[:, :, 0]
+
+
+def _whitening(values: Tensor, gram: Tensor, keys: Tensor, rtol: float) -> tuple[Tensor, Tensor]:
     """W with `W Wᵀ = G⁺` and the rank over all real keys, `[B, Hv, E, E]` and `[B, Hv]`."""
     batch, heads, tokens, width = values.shape
-    keys = support.keys
-    if keys.shape[1] not in (1, heads):
-        keys = keys.unflatten(1, (heads, -1))[:, :, 0]
     whitening = factor_values(values, gram, keys.expand(batch, heads, tokens), rtol)
     factor = whitening.factor.reshape(batch, heads, width, width)
     return factor, whitening.rank.reshape(batch, heads)
 
 
-def _condition(gram: Tensor, rank: Tensor, output_gram: Tensor | None, groups: int) -> Tensor:
-    """Condition number of T, `[B, H]`, from `VᵀV` `[B, Hv, E, E]` and `H Hᵀ` `[H, E, E]`."""
-    if output_gram is None:
+def _condition(gram: Tensor, rank: Tensor, root: Tensor | None, groups: int) -> Tensor:
+    """Condition number of T, `[B, H]`, from `VᵀV` `[B, Hv, E, E]` and a root of `H Hᵀ`."""
+    if root is None:
         return _gram_condition(gram, rank).repeat_interleave(groups, 1)
     gram, rank = (tensor.repeat_interleave(groups, 1) for tensor in (gram, rank))
-    factor = torch.linalg.cholesky(output_gram.to(gram))
-    return _gram_condition(factor.mT @ gram @ factor, rank)
+    return _gram_condition(root.mT @ gram @ root, rank)
 
 
 def _gram_condition(gram: Tensor, rank: Tensor) -> Tensor:
-    sigma = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt().flip(-1)
+    sigma = eigenvalues(gram).clamp(min=0).sqrt().flip(-1)
     last = (rank - 1).clamp(min=0)[..., None]
     return sigma[..., 0] / sigma.gather(-1, last)[..., 0]
 
 
 def _shared_parts(
-    values: Tensor,
-    context: Tensor,
+    totals: tuple[Tensor, Tensor],
     moment: Tensor,
     factor: Tensor,
     rank: Tensor,
@@ -192,8 +197,9 @@ def _shared_parts(
     groups: int,
 ) -> dict[str, Tensor]:
     """Null-space fields where all rows of an example share their keys."""
+    values, context = totals  # Σ v: [B, Hv, E], Σ o: [B, H, E]
     tokens = support.tokens.double().expand(context.shape[:2])
-    ones = torch.einsum("bhe,bhef->bhf", values.sum(-2), factor)  # 1ᵀU: [B, Hv, R]
+    ones = torch.einsum("bhe,bhef->bhf", values, factor)  # 1ᵀU: [B, Hv, R]
     if groups > 1:
         factor, ones, rank = (t.repeat_interleave(groups, 1) for t in (factor, ones, rank))
     outside = (rank < tokens) & (tokens - ones.square().sum(-1) > _INSIDE * tokens)
@@ -204,8 +210,8 @@ def _shared_parts(
         "nullity_min": nullity,
         "nullity_max": nullity,
         "simplex_nullity": nullity - outside.double(),
-        "effective_square": contract("bhde,bhdr,bher->bh", moment, factor, factor),
-        "effective_total": contract("bhd,bhdr,bhr->bh", context.sum(-2), factor, ones),
+        "effective_square": torch.linalg.vecdot((moment @ factor).flatten(2), factor.flatten(2)),
+        "effective_total": torch.einsum("bhd,bhdr,bhr->bh", context, factor, ones),
     }
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from attnlens.errors import NonFiniteError
 from attnlens.functional.factor import default_rtol, provably_regular
+
+_BLOCK_BYTES = 2 << 20
 
 
 def prepare_values(
@@ -52,12 +56,53 @@ def selected_rows(tensor: Tensor, keep: Tensor, dtype: torch.dtype) -> Tensor:
     return copy
 
 
-def deficiency_factor(projection: Tensor, rtol: float | None = None) -> Tensor | None:
+class RowMoments(NamedTuple):
+    """Sums over the rows that count.
+
+    Attributes:
+        gram: `[B, H, E, E]` float64, `Σ x xᵀ`.
+        total: `[B, H, E]` float64, `Σ x`.
+    """
+
+    gram: Tensor
+    total: Tensor
+
+
+def row_moments(tensor: Tensor, keep: Tensor) -> RowMoments:
+    """Sum rows and their outer products in float64, without a float64 copy of them all.
+
+    Args:
+        tensor: `[B, H, N, E]`, in any layout and precision.
+        keep: `[B, G, N]` bool; rows elsewhere may hold anything, NaN included.
+
+    Returns:
+        The sums.
+    """
+    batch, heads, rows, width = tensor.shape
+    gram = tensor.new_zeros((batch * heads, width, width), dtype=torch.float64)
+    total = tensor.new_zeros((batch, heads, width), dtype=torch.float64)
+    # a block that stays in the cache: the conversion of all rows at once costs as much as the sums
+    size = rows if tensor.is_cuda else max(_BLOCK_BYTES // max(batch * heads * width * 8, 1), 64)
+    everything = bool(keep.all())
+    for block, kept in zip(tensor.split(size, 2), keep.split(size, 2), strict=True):
+        part = block.new_empty(block.shape, dtype=torch.float64).copy_(block)
+        if not everything:
+            part.masked_fill_(~kept[..., None], 0.0)
+        total += part.sum(-2)
+        part = part.flatten(0, 1)
+        gram.baddbmm_(part.mT, part)
+    return RowMoments(gram.unflatten(0, (batch, heads)), total)
+
+
+def deficiency_factor(
+    projection: Tensor, rtol: float | None = None, gram: Tensor | None = None
+) -> Tensor | None:
     """Reduce a rank-deficient output projection to a `D × D` factor.
 
     Args:
         projection: `[H, D, M]`.
         rtol: relative threshold for the rank of H; by default `max(D, M) · eps(float32)`.
+        gram: `H Hᵀ`, `[H, D, D]` float64, where it is known already.
 
     Returns:
         None where every head has rank D, since then `LN(V H) = LN(V)`; else C `[H, D, D]`
@@ -65,14 +110,19 @@ def deficiency_factor(projection: Tensor, rtol: float | None = None) -> Tensor |
     """
     width, hidden = projection.shape[-2:]
     rtol = default_rtol(hidden, width) if rtol is None else rtol
-    weight = projection.detach().double()
-    gram = weight @ weight.mT
+    gram = row_gram(projection) if gram is None else gram
     if bool(provably_regular(gram, rtol).all()):
         return None
     eigenvalues, vectors = torch.linalg.eigh(gram)
     sigma = eigenvalues.clamp(min=0).sqrt()
     kept = sigma > rtol * sigma[..., -1:]
     return None if bool(kept.all()) else vectors * (sigma * kept)[..., None, :]
+
+
+def row_gram(projection: Tensor) -> Tensor:
+    """Compute `H Hᵀ` per head, `[H, D, D]` float64, from `[H, D, M]`."""
+    weight = projection.detach().double()
+    return weight @ weight.mT
 
 
 def working_dtype(tensor: Tensor) -> torch.dtype:

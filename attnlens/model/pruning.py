@@ -21,7 +21,7 @@ from attnlens.model.layout import HEAD_COUNTS
 
 RECORD = "attnlens_pruned"
 _KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads")
-_INNER_WIDTHS = ("all_head_size", "embed_dim", "inner_dim", "split_size")
+_INNER_WIDTHS = ("all_head_size", "embed_dim", "head_size", "inner_dim", "split_size")
 _SIZES: dict[type[nn.Module], dict[int, str]] = {
     nn.Linear: {0: "out_features", 1: "in_features"},
     Conv1D: {0: "nx", 1: "nf"},

@@ -138,13 +138,11 @@ class HeadStatistics(SumObserver):
             rows = streamed_rows(capture) if self.fields == "all" else None
         else:
             rows, context = recomputed_context(capture, self.fields == "all", rtol)
-        space = capture.prepared_values(grouped=True)
-        gram = None
-        if output is not None and output.factor is None:
-            gram = output.gram
+        space = capture.reached_values(grouped=True)
+        root = output.root if output is not None and output.factor is None else None
         active = capture.real_rows.expand(*context.shape[:3])
         factor = kernel_whitening(capture, rtol)
-        null_space = null_space_sums(space, context, capture.support, rtol, gram, active, factor)
+        null_space = null_space_sums(space, context, capture.support, rtol, root, active, factor)
         self.add((capture.stack, capture.layer), _sums(capture, null_space, rows, active))
 
     def compute(self) -> HeadStatisticsResult:
