@@ -17,7 +17,7 @@ def compare(setting: Setting, found: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         setting: the run.
-        found: our values by the name of the published series: a list by layer, or a mapping.
+        found: our values by name, a list by layer or a mapping; names unknown there are left out.
 
     Returns:
         Both, and their largest difference, by name; nothing in another setting.
@@ -25,7 +25,8 @@ def compare(setting: Setting, found: Mapping[str, Any]) -> dict[str, Any]:
     if not setting.is_the_papers:
         return {}
     series = json.loads(FILE.read_text(encoding="utf-8"))["series"]
-    return {"published": {name: _beside(series[name], ours) for name, ours in found.items()}}
+    known = {name: ours for name, ours in found.items() if name in series}
+    return {"published": {name: _beside(series[name], ours) for name, ours in known.items()}}
 
 
 def _beside(series: Mapping[str, Any], ours: Any) -> dict[str, Any]:

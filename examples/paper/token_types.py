@@ -27,9 +27,7 @@ def run(setting: Setting) -> dict[str, Any]:
         if sentences:
             group_types, group_tags = look(setting, sentences)
             result = group_types.compute()
-            print_attention(
-                f"Mean attention of heads, {len(sentences)} sentences of {name}", result
-            )
+            print_attention(f"Attention in {len(sentences)} sentences of {name}", result)
             large = print_large(result)
             numbers[name] = {"sentences": len(sentences), "large": large, **summary(result)}
             types.merge(group_types)
@@ -38,7 +36,7 @@ def run(setting: Setting) -> dict[str, Any]:
     numbers["all"] = summary(result)
     setting.draw("token_types", "attention_by_token_type", result.raw, result.effective, TYPES)
     if setting.tag_names:
-        print_attention("Mean attention of heads to parts of speech, all sentences", tags.compute())
+        print_attention("Attention to parts of speech", tags.compute())
         numbers["by_part_of_speech"] = summary(tags.compute())
     ours = {
         f"{kind} {name}": getattr(result, kind)[..., place].mean(1).tolist()
@@ -64,12 +62,10 @@ def look(setting: Setting, sentences: list[Encoded]) -> tuple[LabelAttention, La
 
 
 def print_attention(title: str, result: LabelAttentionResult) -> None:
-    """Print raw and effective attention to every label."""
-    columns = []
-    for place, name in enumerate(result.label_names):
-        columns.append((name, result.raw[..., place].mean(1)))
-        columns.append(("effective", result.effective[..., place].mean(1)))
-    print_layers(title, columns)
+    """Print raw and effective attention to every label, means over heads."""
+    for kind, values in (("raw", result.raw), ("effective", result.effective)):
+        columns = zip(result.label_names, values.mean(1).T, strict=True)
+        print_layers(f"{title}: {kind}", list(columns))
 
 
 def print_large(result: LabelAttentionResult) -> list[dict[str, Any]]:
