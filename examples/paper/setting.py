@@ -21,7 +21,7 @@ from attnlens import InputError
 from attnlens.demo import model_folder, paragraphs
 from attnlens.model.loading import TextModel, load_text_model
 
-TYPES = ("[CLS]", "[SEP]", ". or ,", "other punctuation", "words")
+TYPES = ("[CLS]", "[SEP]", "period or comma", "other punctuation", "words")
 # What identifies the paper's corpus: pairs and tokens of MRPC's development set.
 MRPC = (408, 21_723)
 BERT_BASE = {"model_type": "bert", "num_hidden_layers": 12, "hidden_size": 768}
