@@ -214,6 +214,8 @@ def test_merged_halves_equal_one_run() -> None:
     one = observed(first)
     assert one.merge(observed(second)) is one
     assert_same(one.compute(), together)
+    with pytest.raises(InputError, match="Cannot merge labels"):
+        one.merge(LabelAttention(LABELS, NAMES[::-1]))
     restored = LabelAttention(LABELS, NAMES)
     restored.load_state_dict(observed(first).state_dict())
     restored.update(second)

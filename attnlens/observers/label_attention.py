@@ -130,6 +130,23 @@ class LabelAttention(SumObserver):
         means = label_means(basis, context, received, members, active)
         self.add((capture.stack, capture.layer), _sums(capture, means, members, active, finite))
 
+    def merge(self, other: LabelAttention) -> LabelAttention:
+        """Add what another observer has seen.
+
+        Args:
+            other: of the same label names; left unchanged.
+
+        Returns:
+            This observer.
+
+        Raises:
+            InputError: if the other has other labels.
+        """
+        names = getattr(other, "label_names", self.label_names)
+        if names != self.label_names:
+            raise InputError(f"Cannot merge labels {names} into {self.label_names}.")
+        return super().merge(other)
+
     def compute(self) -> LabelAttentionResult:
         """Average over everything seen.
 
