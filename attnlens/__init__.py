@@ -46,6 +46,8 @@ from attnlens.observers import (
     TokenIdentifiability,
     TokenSaliency,
 )
+from attnlens.report.page import Report, report
+from attnlens.storage import load, save
 from attnlens.training import monitor
 from attnlens.verdict import Verdict, check
 
@@ -87,6 +89,11 @@ __all__ = [
     "save_pruned",
     "load_pruned",
     "pruning_curve",
+    # showing and keeping
+    "Report",
+    "report",
+    "save",
+    "load",
     # errors
     "AttnLensError",
     "AttnLensWarning",

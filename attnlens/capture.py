@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from attnlens.display import facts_html
 from attnlens.errors import CaptureError
 from attnlens.functional.attention import EmptyRows, attention_weights
 from attnlens.functional.factor import default_rtol
@@ -365,6 +366,22 @@ class Capture:
                 f"{self.site} has no per-head output projection: {self.projection_reason}"
             )
         return self.value @ self.output.weight.to(self.value.dtype)
+
+    def _repr_html_(self) -> str:
+        batch, heads, queries, keys, width = self.shape
+        return facts_html(
+            "Capture",
+            [
+                ("site", self.site),
+                ("layer", f"{self.layer} of {self.stack}"),
+                ("kind", self.kind),
+                ("implementation", self.implementation or "unknown"),
+                ("examples × heads", f"{batch} × {heads}"),
+                ("queries × keys", f"{queries} × {keys}"),
+                ("head dimension", width),
+                ("output projection", self.projection_reason or "known"),
+            ],
+        )
 
     @property
     def _padded_rows(self) -> Tensor | None:

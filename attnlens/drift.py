@@ -23,13 +23,16 @@ from attnlens.observers import (
     HeadStatisticsResult,
     Recording,
 )
+from attnlens.observers.tabular import LayeredResult
+from attnlens.storage import storable
 
 Batch = Mapping[str, Any]
 Layers = tuple[tuple[str, int], ...]
 
 
+@storable()
 @dataclass(frozen=True)
-class HeadDrift:
+class HeadDrift(LayeredResult):
     """From one model to another, per layer and head; all `[L, H]` float64 on the CPU.
 
     Attributes:
@@ -52,16 +55,7 @@ class HeadDrift:
     before: HeadStatisticsResult
     after: HeadStatisticsResult
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every quantity by name."""
-        names = (
-            "examples",
-            "raw_cosine",
-            "effective_cosine",
-            "effective_fraction_change",
-            "importance_change",
-        )
-        return {name: getattr(self, name) for name in names}
+    _shown = "effective_cosine"
 
     def to_dict(self) -> dict[str, object]:
         """Return plain lists and strings, ready for JSON; NaN becomes None."""

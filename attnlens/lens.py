@@ -18,18 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from attnlens.capture import Capture, Kind
+from attnlens.display import facts_html
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError, UnsupportedAttentionError
 from attnlens.kernels import Backend, resolve
 from attnlens.model.layers import LayerTap
 from attnlens.model.sites import Catalogue, mixing_module, select
 from attnlens.model.tap import Mode, Tap
 from attnlens.observers import (
+    EffectiveAttention,
     GradientObserver,
     HeadStatistics,
     LayerObserver,
     Observer,
     Recording,
 )
+from attnlens.observers.effective_attention import stacked_maps
 from attnlens.report.text import table
 
 
@@ -150,6 +153,40 @@ class Lens:
             if isinstance(observer, HeadStatistics):
                 return table(observer.compute(), field)
         raise InputError("summary() shows HeadStatistics; this lens was given none.")
+
+    def as_attentions(self, stack: str | None = None, *, raw: bool = False) -> tuple[Tensor, ...]:
+        """Return effective attention in the layout of `outputs.attentions`.
+
+        Tools that take a model's attentions, such as BertViz, take these as they are.
+
+        Args:
+            stack: the stack of layers; may be left out where only one was seen.
+            raw: return raw attention of the same layers and heads instead.
+
+        Returns:
+            `[B, H, Q, K]` float32 for each layer seen, first to last; all batches along B.
+
+        Raises:
+            InputError: if the lens has no `EffectiveAttention`, or its maps do not fit together.
+        """
+        for observer in self.observers:
+            if isinstance(observer, EffectiveAttention):
+                return stacked_maps(observer.compute(), stack, raw=raw)
+        raise InputError("as_attentions() shows EffectiveAttention; this lens was given none.")
+
+    def _repr_html_(self) -> str:
+        html = facts_html(
+            "Lens",
+            [
+                ("model", type(self.model).__name__),
+                ("observers", ", ".join(type(observer).__name__ for observer in self.observers)),
+                ("attached", "now" if self.active else "no"),
+            ],
+        )
+        for observer in self.observers:
+            if isinstance(observer, HeadStatistics) and observer.sums:
+                html += observer.compute()._repr_html_()
+        return html
 
     def _begin(self, inputs: Mapping[str, Any]) -> None:
         for observer in self.observers:

@@ -16,6 +16,7 @@ from attnlens.lens import Lens
 from attnlens.model.inputs import example_inputs
 from attnlens.model.outputs import output_tensors, outputs_of, pretrained_inside
 from attnlens.observers import Recording
+from attnlens.storage import storable
 
 # Largest |A·V − O| relative to the largest |O| that counts as the same, by storage type.
 TOLERANCE = {
@@ -29,6 +30,7 @@ TOLERANCE = {
 TRACED = ("direct sdpa", "softmax")
 
 
+@storable(part=True)
 @dataclass(frozen=True)
 class SiteVerdict:
     """What was found at one attention call.
@@ -72,6 +74,7 @@ class SiteVerdict:
         return self.tap in TRACED
 
 
+@storable()
 @dataclass(frozen=True)
 class Verdict:
     """Whether attnlens works on a model.

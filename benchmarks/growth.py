@@ -66,13 +66,13 @@ def steps() -> Iterator[Step]:
         yield Comparison(
             "exponent of time, n ≥ 1024", title, own, "bare forward", forward, "", "cost"
         )
-    dense = HEADS * LENGTHS[-1] ** 2 * 4 / 1024
     for way, title in (("null_space", "null-space fields"), ("all", "every field")):
-        extra = max(figures[way][-1]["kibibytes"] - figures["bare"][-1]["kibibytes"], 1)
+        for length, bare, ours in zip(LENGTHS, figures["bare"], figures[way], strict=True):
+            extra = max(ours["kibibytes"] - bare["kibibytes"], 1)
+            dense = HEADS * length**2 * 4 / 1024
+            subject, baseline = f"extra memory, {title}", "dense [H, n, n]"
+            yield Comparison(f"n = {length}", subject, extra, baseline, dense, "KiB", "cost")
         yield Check(f"extra memory of {title} over dense [H, n, n] at 8192", extra / dense, 0.05)
-        yield Comparison(
-            "n = 8192", f"extra memory, {title}", extra, "dense [H, n, n]", dense, "KiB", "cost"
-        )
 
 
 def _measure(length: int, way: str) -> dict[str, Any]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import asdict
 
 import pytest
 
 from benchmarks import __main__ as runner
+from benchmarks import picture
+from benchmarks.growth import LENGTHS
 from benchmarks.registry import CASES, Check, Comparison, case, seconds
 
 
@@ -82,3 +85,24 @@ def test_training_maps_together_is_a_case_and_its_first_check_passes():
     assert CASES["identifiability"].summary.startswith("Maps of all layers")
     check = next(steps)
     assert isinstance(check, Check) and check.bar == 1e-4 and check.passed
+
+
+def test_the_picture_shows_what_was_measured(tmp_path):
+    comparisons = []
+    for title, slower in (("null-space fields", 2), ("every field", 3)):
+        for place, length in enumerate(LENGTHS):
+            own = (f"{title}, forward included", slower * 2.0**place, "bare forward", 2.0**place)
+            comparisons.append(asdict(Comparison(f"n = {length}", *own)))
+            extra = (f"extra memory, {title}", 1024.0 * slower, "dense [H, n, n]", 1e6, "KiB")
+            comparisons.append(asdict(Comparison(f"n = {length}", *extra)))
+    comparisons.append(asdict(Comparison("exponent of time", "every field", 1.0, "bare", 1.0, "")))
+    seconds, extra = picture.curves(comparisons)
+    assert seconds["bare forward"] == [2.0**place for place in range(len(LENGTHS))]
+    assert seconds["every field"][-1] == 3 * seconds["bare forward"][-1]
+    assert extra == {
+        "null-space fields": [2.0] * len(LENGTHS),
+        "every field": [3.0] * len(LENGTHS),
+    }
+    report = {"cases": [{"name": "growth", "comparisons": comparisons}]}
+    picture.draw(report, tmp_path / "growth.svg")
+    assert "beside the forward pass" in (tmp_path / "growth.svg").read_text()

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
+from nbclient import NotebookClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +42,21 @@ def test_picture_draws_every_head(tmp_path):
     drawing = (tmp_path / "heads.svg").read_text()
     assert len(re.findall(r">\d\.\d{3}</text>", drawing)) == 6 * 12
     assert "@font-face" not in drawing
+
+
+def test_the_notebook_runs_and_shows_its_objects(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    shown = [
+        output["data"]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if output.output_type == "execute_result"
+    ]
+    assert "effective fraction" in shown[0]["text/html"] and "nullity" in shown[1]["text/html"]
+    assert "output projection" in shown[2]["text/html"]
 
 
 def test_fine_tuning_ends_with_a_row_for_each_layer(tmp_path):

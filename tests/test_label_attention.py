@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from attnlens import (
     LabelAttention,
     Lens,
     Recording,
-    storage,
 )
 from attnlens.observers import LabelAttentionResult
 from tests import models, reference
@@ -225,12 +223,10 @@ def test_merged_halves_equal_one_run() -> None:
         restored.compute()
 
 
-def test_results_are_stored(tmp_path: Path) -> None:
-    result = halves()[2]
-    storage.save(result, tmp_path / "labels.safetensors", model="some/model")
-    found = storage.load(tmp_path / "labels.safetensors")
-    assert isinstance(found, LabelAttentionResult)
-    assert_same(found, result)
+def test_results_become_tables() -> None:
+    table = halves()[2].to_pandas()
+    assert table.index.names == ["stack", "layer", "head"] and len(table) == 4
+    assert {"examples", "raw[0]", "effective[2]"} <= set(table.columns)
 
 
 @pytest.mark.parametrize("where", ["grouped_value", "query", "context"])

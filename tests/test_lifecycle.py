@@ -6,14 +6,23 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnlens import AttnLensError, Capture, HeadStatistics, InputError, Lens, Recording
+from attnlens import (
+    AttnLensError,
+    Capture,
+    HeadStatistics,
+    InputError,
+    Lens,
+    Recording,
+    UnsupportedAttentionError,
+)
 from tests import models
 from tests.hooks import Watcher, hooks, is_clean, patched
 
@@ -302,3 +311,50 @@ def test_a_discovery_that_is_cut_short_is_not_remembered() -> None:
         model(ids)
     assert len(statistics.compute().layers) == 3
     assert is_clean(model)
+
+
+class TorchAttention(PreTrainedModel):
+    """torch's own attention module, called in one of several ways."""
+
+    config_class = PreTrainedConfig
+
+    def __init__(self, way: str) -> None:
+        super().__init__(PreTrainedConfig())
+        self.way = way
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.queries = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        other = self.queries(hidden)
+        calls = {
+            "same": lambda: self.attention(hidden, hidden, hidden),
+            "same by name": lambda: self.attention(query=hidden, key=hidden, value=hidden),
+            "other by name": lambda: self.attention(query=other, key=hidden, value=hidden),
+            "other value": lambda: self.attention(hidden, key=hidden, value=other),
+        }
+        return calls[self.way]()[0]
+
+
+@contextmanager
+def fast_path_restored() -> Iterator[None]:
+    """Leave torch's switch as it was."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@pytest.mark.parametrize("way", ["same", "same by name", "other by name", "other value"])
+def test_torch_attention_is_seen_unless_its_kernel_is_fused(way: str) -> None:
+    model, hidden, recording = TorchAttention(way).eval(), torch.randn(2, 5, 8), Recording()
+    with torch.no_grad(), fast_path_restored():
+        if way.startswith("same"):
+            with pytest.raises(UnsupportedAttentionError, match="fused"), Lens(model, recording):
+                model(hidden)
+            torch.backends.mha.set_fastpath_enabled(False)  # what the error says
+        plain = model(hidden)
+        with Lens(model, recording):
+            assert torch.equal(model(hidden), plain)
+    (capture,) = recording.captures
+    assert torch.allclose(capture.attention() @ capture.value, capture.context, atol=1e-6)

@@ -21,7 +21,8 @@ def test_the_wheel_holds_the_package_and_its_data(tmp_path):
     sources = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "attnlens").rglob("*")
-        if path.suffix == ".py" or path.name in ("py.typed", "paragraphs.txt")
+        if path.suffix in (".py", ".html", ".css", ".js")
+        or path.name in ("py.typed", "paragraphs.txt")
     }
     assert {"attnlens/py.typed", "attnlens/demo/paragraphs.txt"} <= sources <= names
     info = f"attnlens-{attnlens.__version__}.dist-info"

@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import attnlens
 from attnlens import demo as packaged
@@ -20,9 +19,22 @@ from attnlens.cli.compare import compare
 from attnlens.cli.examples import read_examples
 from attnlens.cli.identify import identify
 from attnlens.cli.options import AsJson, BatchSize, Lines, MaxLength, ModelName, Text
+from attnlens.cli.page import (
+    Attribution,
+    Identifiability,
+    Megabytes,
+    Page,
+    PageExamples,
+    PageHeads,
+    PagePath,
+    PageTokens,
+    look_closely,
+    read_heads,
+    write_page,
+)
 from attnlens.cli.prune import prune
 from attnlens.cli.run import FIELDS, Run, Settings, measure
-from attnlens.cli.terminal import loaded, plain_errors, say
+from attnlens.cli.terminal import counting, loaded, plain_errors, say
 from attnlens.errors import InputError
 from attnlens.model.loading import TextModel
 from attnlens.report.terminal import explanation, head_table
@@ -67,25 +79,40 @@ def report(
         str | None,
         typer.Option("--layers", help="Indices or module names, as in 0,3,-1; by default all."),
     ] = None,
+    html: PagePath = None,
+    heads: PageHeads = None,
+    shown: PageExamples = 12,
+    max_tokens: PageTokens = 128,
+    megabytes: Megabytes = 10.0,
+    attribution: Attribution = False,
+    identifiability: Identifiability = False,
 ) -> None:
     """Run text through a model and show one number per attention head."""
     with plain_errors():
         _check(field, output)
+        if html is None and (heads or attribution or identifiability):
+            raise InputError("--heads, --attribution and --identifiability need --html.")
+        wanted = (read_heads(heads), shown, max_tokens, megabytes, attribution, identifiability)
+        page = None if html is None else Page(html, *wanted)
         settings = Settings(text, lines, batch_size, max_length, _layers(layers))
         examples = read_examples(text, lines)
-        run = _run(loaded(model), examples, settings)
+        run = _run(loaded(model), examples, settings, page)
         _deliver(run, field, as_json, output)
 
 
 @app.command()
 def demo(
-    field: Field = "effective_fraction", as_json: AsJson = False, output: Output = None
+    field: Field = "effective_fraction",
+    as_json: AsJson = False,
+    output: Output = None,
+    html: PagePath = None,
 ) -> None:
     """Show the heads of a packaged MiniLM sentence encoder reading twelve paragraphs."""
     with plain_errors():
         _check(field, output)
         model = replace(loaded(str(packaged.model_folder())), name=packaged.MODEL)
-        run = _run(model, packaged.paragraphs(), Settings(packaged.TEXT))
+        page = None if html is None else Page(html)
+        run = _run(model, packaged.paragraphs(), Settings(packaged.TEXT), page)
         if not as_json:
             layers, heads = run.statistics.rank.shape
             print(
@@ -116,20 +143,20 @@ def _layers(text: str | None) -> tuple[int | str, ...] | None:
     return tuple(int(name) if name.lstrip("-").isdecimal() else name for name in names)
 
 
-def _run(model: TextModel, examples: Sequence[str], settings: Settings) -> Run:
-    columns = (TextColumn("Reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("", total=len(examples))
-        run = measure(model, examples, settings, lambda count: progress.advance(task, count))
+def _run(model: TextModel, examples: Sequence[str], settings: Settings, page: Page | None) -> Run:
+    """Read the examples, and write the interactive report if there is to be one."""
+    seen = None if page is None else look_closely(model, examples, settings, page)
+    collectors = [] if page is None else page.collectors(model)
+    with counting("Reading", len(examples)) as advance:
+        run = measure(model, examples, settings, advance, collectors)
     if run.truncated:
         limit = settings.max_length or model.longest
         say(
             f"[yellow]note:[/] {run.truncated} of {run.examples} examples were longer than "
             f"{limit} tokens and were cut there."
         )
+    if page is not None and seen is not None:
+        write_page(run, page, seen, collectors)
     return run
 
 

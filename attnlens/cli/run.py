@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from attnlens.errors import InputError
 from attnlens.lens import Lens
 from attnlens.model.loading import TextModel
-from attnlens.observers import HeadStatistics, HeadStatisticsResult
+from attnlens.observers import HeadStatistics, HeadStatisticsResult, Observer
 from attnlens.storage import save, versions, write_atomically
 
 FIELDS = tuple(f.name for f in fields(HeadStatisticsResult) if f.type == "Tensor")
@@ -91,6 +91,7 @@ def measure(
     texts: Sequence[str],
     settings: Settings,
     advance: Callable[[int], None] = lambda examples: None,
+    others: Iterable[Observer] = (),
 ) -> Run:
     """Look at every head of a model while it reads texts.
 
@@ -99,12 +100,13 @@ def measure(
         texts: at least one.
         settings: how to.
         advance: told after each batch how many texts it held.
+        others: observers that look on.
 
     Returns:
         The result.
     """
     statistics = HeadStatistics()
-    lens = Lens(model.model, statistics, layers=settings.layers)
+    lens = Lens(model.model, statistics, *others, layers=settings.layers)
     tokenised = model.tokenise(texts, settings.max_length)
     with lens, torch.no_grad():
         for batch in model.batches(tokenised, settings.batch_size):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from attnlens.errors import AttnLensError, AttnLensWarning
 from attnlens.model.loading import TextModel, load_text_model
@@ -39,6 +40,18 @@ def plain_errors() -> Iterator[None]:
     except AttnLensError as error:
         say(f"[red]error:[/] {escape(str(error))}")
         raise typer.Exit(2) from error
+
+
+@contextmanager
+def counting(doing: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar at the terminal that a function moves on by some examples."""
+    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda count: progress.advance(task, count)
 
 
 def loaded(name: str) -> TextModel:

@@ -13,13 +13,14 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, gelu
+from torch.nn.functional import gelu
 
 MapKind = Literal["naive", "linear", "mlp"]
 Distance = Literal["cosine", "l2"]
 Parameters = tuple[Tensor, ...]
 
 _TINY = 1e-30
+_SHORT = 1e-8  # as in torch.nn.functional.cosine_similarity
 
 RIDGES = tuple(10.0**power for power in range(-10, 1))
 """Ridge terms tried, relative to the mean variance of a coordinate of the hidden states."""
@@ -89,7 +90,9 @@ def map_loss(guess: Tensor, target: Tensor, distance: Distance) -> Tensor:
         `[L]`.
     """
     if distance == "cosine":
-        return 1 - cosine_similarity(guess, target[None], dim=-1).mean(-1)
+        unit = target / target.norm(dim=-1, keepdim=True).clamp_min(_SHORT)
+        length = torch.linalg.vector_norm(guess, dim=-1).clamp_min(_SHORT)
+        return 1 - (torch.linalg.vecdot(guess, unit) / length).mean(-1)
     return (guess - target).square().mean((-2, -1))
 
 

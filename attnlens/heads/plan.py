@@ -15,12 +15,13 @@ from torch import Tensor
 
 from attnlens.errors import InputError, UnsupportedAttentionError
 from attnlens.model.heads import LayerHeads
-from attnlens.storage import write_atomically
+from attnlens.storage import storable, write_atomically
 
 LayerKey = tuple[str, int]
 _FORMAT = 1
 
 
+@storable()
 @dataclass(frozen=True)
 class HeadPlan:
     """Heads chosen to be masked or pruned.

@@ -24,6 +24,7 @@ from attnlens.heads.plan import HeadPlan, Heads, require_same_in_shared_layers, 
 from attnlens.model.headed import HeadedLayer, find_headed
 from attnlens.model.heads import LayerHeads, Probe, find_heads
 from attnlens.model.pruning import Cut, note_in_config
+from attnlens.storage import storable
 
 # Largest difference of an output from masking, relative to the largest output, that is rounding.
 TOLERANCE = {
@@ -34,6 +35,7 @@ TOLERANCE = {
 }
 
 
+@storable(part=True)
 @dataclass(frozen=True)
 class Cost:
     """What a model costs.
@@ -49,6 +51,7 @@ class Cost:
     seconds: float
 
 
+@storable()
 @dataclass(frozen=True)
 class PruningReport:
     """What pruning changed.

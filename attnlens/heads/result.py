@@ -11,8 +11,10 @@ from typing import Any
 from attnlens.errors import InputError
 from attnlens.heads.plan import HeadPlan
 from attnlens.report.text import Text
+from attnlens.storage import storable
 
 
+@storable(part=True)
 @dataclass(frozen=True)
 class CurvePoint:
     """One evaluation.
@@ -50,6 +52,7 @@ class CurvePoint:
         return cls(**{**document, "plan": HeadPlan.from_dict(document["plan"])})
 
 
+@storable()
 @dataclass(frozen=True)
 class PruningCurve:
     """Evaluations at growing fractions of masked heads, for one or several scores.

@@ -98,7 +98,7 @@ class TraceScope:
                 so nothing is remembered of it.
         """
         if completed and self._signature is not None and self._signature not in _known:
-            _known[self._signature] = frozenset(self.found)
+            _known[self._signature] = frozenset(self.found | self.fused)
         self.stop()
 
     def stop(self) -> None:
@@ -127,19 +127,22 @@ class TraceScope:
             if not name:
                 continue  # the root of a discovery is pushed by begin()
             module = self._modules[name]
-            self._handles.append(module.register_forward_pre_hook(Hook(self._enter_hook(name))))
+            enter = Hook(self._enter_hook(name))
+            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(module.register_forward_hook(Hook(self._leave), always_call=True))
         self._followed = names
 
-    def _enter_hook(self, name: str) -> Callable[[nn.Module, Sequence[Any]], None]:
-        def enter(module: nn.Module, args: Sequence[Any]) -> None:
+    def _enter_hook(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._signature is not None and (self._replays or not replaying()):
-                self._push(name, module, tuple(args))
+                self._push(name, module, args, kwargs)
 
         return enter
 
-    def _push(self, name: str, module: nn.Module, args: tuple[Any, ...] = ()) -> None:
-        paused = isinstance(module, nn.MultiheadAttention) and takes_fused_path(module, args)
+    def _push(self, name: str, module: nn.Module, args: Any = (), kwargs: Any = None) -> None:
+        paused = isinstance(module, nn.MultiheadAttention) and takes_fused_path(
+            module, args, kwargs or {}
+        )
         if paused:
             self.fused.add(name)
             remove_mode(self._trace)

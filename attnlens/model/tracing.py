@@ -369,7 +369,9 @@ def _open_body() -> Iterator[None]:
         yield
 
 
-def takes_fused_path(module: torch.nn.MultiheadAttention, args: tuple[Any, ...]) -> bool:
+def takes_fused_path(
+    module: torch.nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
     """Tell whether `nn.MultiheadAttention` may run torch's fused inference kernel.
 
     That kernel hides its attention, and a function mode would make torch avoid it, which changes
@@ -378,11 +380,13 @@ def takes_fused_path(module: torch.nn.MultiheadAttention, args: tuple[Any, ...])
     Args:
         module: the module.
         args: its positional arguments.
+        kwargs: its keyword arguments.
 
     Returns:
         True if the kernel may run for this call.
     """
-    same = len(args) < 3 or (args[0] is args[1] and args[1] is args[2])
+    given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+    same = given.get("query") is given.get("key") is given.get("value")
     gradient = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
     return (
         torch.backends.mha.get_fastpath_enabled()

@@ -16,7 +16,11 @@ from attnlens.observers.token_identifiability import (
     TokenIdentifiability,
     TokenIdentifiabilityResult,
 )
-from attnlens.observers.token_saliency import TokenSaliency, TokenSaliencyResult
+from attnlens.observers.token_saliency import (
+    PassSaliency,
+    TokenSaliency,
+    TokenSaliencyResult,
+)
 
 __all__ = [
     "AttentionMap",
@@ -34,6 +38,7 @@ __all__ = [
     "LayerObserver",
     "MapTraining",
     "Observer",
+    "PassSaliency",
     "Recording",
     "TokenIdentifiability",
     "TokenIdentifiabilityResult",

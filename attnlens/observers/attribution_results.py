@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from attnlens.functional.attribution import box_statistics
 from attnlens.observers.base import LayerKey, Sums
+from attnlens.observers.tabular import LayeredResult
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,7 @@ class AttributionMatrices:
 
 
 @dataclass(frozen=True)
-class HiddenTokenAttributionResult:
+class HiddenTokenAttributionResult(LayeredResult):
     """Contributions over all real tokens seen, by layer and label of the target token.
 
     Tensors are float64 on the CPU, with one row per layer and one column per label; NaN where
@@ -93,13 +94,7 @@ class HiddenTokenAttributionResult:
     by_label: Tensor
     by_label_error: Tensor
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every quantity by name."""
-        return {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if isinstance(getattr(self, f.name), Tensor)
-        }
+    _shown = "own"
 
 
 def layer_means(sums: Sums) -> Sums:

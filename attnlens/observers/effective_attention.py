@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,10 @@ class AttentionMap:
     raw: Tensor
     effective: Tensor
     mask: Tensor
+
+    def to_numpy(self) -> dict[str, np.ndarray]:
+        """Return raw, effective and mask, as arrays that share memory with the tensors."""
+        return {name: getattr(self, name).numpy() for name in ("raw", "effective", "mask")}
 
 
 class EffectiveAttention(Observer):
@@ -176,6 +181,42 @@ class EffectiveAttention(Observer):
             AttentionMap(stack, layer, **parts)
             for _, ((stack, layer), parts) in sorted(entries.items())
         ]
+
+
+def stacked_maps(
+    maps: Iterable[AttentionMap], stack: str | None = None, *, raw: bool = False
+) -> tuple[Tensor, ...]:
+    """Put maps into the layout of `outputs.attentions`.
+
+    Args:
+        maps: maps as they were seen.
+        stack: the stack of layers; may be left out where there is only one.
+        raw: take raw attention instead of effective.
+
+    Returns:
+        `[B, H, Q, K]` for each layer, first to last; all calls of a layer along B.
+
+    Raises:
+        InputError: if there are several stacks or none of that name, or calls of different size.
+    """
+    layers: dict[LayerKey, list[Tensor]] = {}
+    for seen in maps:
+        layers.setdefault((seen.stack, seen.layer), []).append(seen.raw if raw else seen.effective)
+    stacks = sorted({name for name, _ in layers})
+    if stack is None and len(stacks) == 1:
+        stack = stacks[0]
+    if stack not in stacks:
+        raise InputError(f"stack must be one of {', '.join(stacks)}. Got {stack!r}.")
+    chosen = [layers[key] for key in sorted(layers) if key[0] == stack]
+    for calls in chosen:
+        sizes = {call.shape[1:] for call in calls}
+        if len(sizes) > 1:
+            raise InputError(
+                f"{stack} was seen with maps of different size, "
+                f"{', '.join(str(list(size)) for size in sorted(sizes))} (heads, queries, keys). "
+                f"Call reset() between batches, or pad them to one length."
+            )
+    return tuple(torch.cat(calls) for calls in chosen)
 
 
 def _kept(maps: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from attnlens.capture import Capture
 from attnlens.errors import AttnLensError, InputError
 from attnlens.functional.importance import gate_sums, unit_layers
 from attnlens.observers.base import GradientObserver, SumObserver, Sums
+from attnlens.observers.tabular import LayeredResult
 
 LossScale = float | Tensor | Callable[[], float | Tensor]
 
@@ -19,7 +20,7 @@ _QUANTITIES = ("importance", "magnitude", "positions", "examples", "skipped", "s
 
 
 @dataclass(frozen=True)
-class HeadImportanceResult:
+class HeadImportanceResult(LayeredResult):
     """Averages over examples, per layer and head; all `[L, H]` float64 on the CPU.
 
     Heads that a layer does not have are NaN, and so is the importance of heads that no gradient
@@ -45,10 +46,7 @@ class HeadImportanceResult:
     importance: Tensor
     token_importance: Tensor
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every quantity by name."""
-        names = ("examples", "skipped", "seen", "importance", "token_importance")
-        return {name: getattr(self, name) for name in names}
+    _shown = "importance"
 
 
 class HeadImportance(GradientObserver, SumObserver):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -21,12 +21,13 @@ from attnlens.functional.statistics import (
 )
 from attnlens.observers.base import SumObserver, Sums
 from attnlens.observers.rows import kernel_whitening, recomputed_context, streamed_rows
+from attnlens.observers.tabular import LayeredResult
 
 Fields = Literal["all", "null_space"]
 
 
 @dataclass(frozen=True)
-class HeadStatisticsResult:
+class HeadStatisticsResult(LayeredResult):
     """Averages over examples, per layer and head; all `[L, H]` float64 on the CPU.
 
     Rows follow `layers`; heads that a layer does not have are NaN.
@@ -71,13 +72,7 @@ class HeadStatisticsResult:
     output_norm: Tensor
     value_space: tuple[str, ...]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every quantity by name."""
-        return {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if isinstance(getattr(self, f.name), Tensor)
-        }
+    _shown = "effective_fraction"
 
     def to_dict(self) -> dict[str, object]:
         """Return plain lists and strings, ready for JSON; NaN becomes None."""

@@ -16,10 +16,11 @@ from attnlens.functional.factor import default_rtol
 from attnlens.functional.label_attention import LabelMeans, label_means, label_members
 from attnlens.observers.base import Labels, LayerKey, SumObserver, Sums
 from attnlens.observers.rows import finite_basis, recomputed_context, streamed_product
+from attnlens.observers.tabular import LayeredResult
 
 
 @dataclass(frozen=True)
-class LabelAttentionResult:
+class LabelAttentionResult(LayeredResult):
     """Mean attention to the tokens of each of G labels, by layer and head; float64 on the CPU.
 
     Attention is summed over the keys of a label, averaged over query rows, then over examples;
@@ -53,14 +54,6 @@ class LabelAttentionResult:
     effective: Tensor
     effective_error: Tensor
     value_space: tuple[str, ...]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every quantity by name."""
-        names = ("examples", "skipped", "present", "tokens", *_MEANS)
-        return {name: getattr(self, name) for name in names}
-
-
-_MEANS = ("raw", "raw_error", "effective", "effective_error")
 
 
 class LabelAttention(SumObserver):

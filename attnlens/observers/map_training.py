@@ -211,7 +211,8 @@ def _epoch(
         hidden, target = train[shard]()
         hidden = _of_live(hidden, state)
         for rows in torch.randperm(len(target), generator=generator).split(settings.batch_size):
-            batch = hidden[:, rows].to(settings.device), target[rows].to(settings.device)
+            batch = hidden.index_select(1, rows), target.index_select(0, rows)
+            batch = batch[0].to(settings.device), batch[1].to(settings.device)
             _step(state, distance, batch, settings.learning_rate)
     state.counters[0] += 1
 

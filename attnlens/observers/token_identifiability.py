@@ -6,8 +6,8 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from attnlens.errors import AttnLensError, AttnLensWarning, InputError
 from attnlens.functional.token_maps import Distance, MapKind, NormalEquations
 from attnlens.observers.base import LayerKey
 from attnlens.observers.map_training import MapTraining
+from attnlens.observers.tabular import LayeredResult, table
 from attnlens.observers.token_collector import ENTERED, SPLITS, Labels, TokenCollector
 from attnlens.observers.token_rates import (
     Counts,
@@ -31,9 +32,11 @@ from attnlens.observers.token_store import TEST, TRAIN, VALIDATION, TokenStore
 
 Solver = Literal["auto", "adam", "closed"]
 
+_BY_LAYER = ("rate", "error", "words", "rescaled", "rotated", "loss", "epochs", "ridge")
+
 
 @dataclass(frozen=True)
-class TokenIdentifiabilityResult:
+class TokenIdentifiabilityResult(LayeredResult):
     """Rates at which tokens of the test split are identified; all in `[0, 1]`.
 
     Tensors are float64 on the CPU, with one row per layer; NaN where there was nothing to count.
@@ -86,13 +89,20 @@ class TokenIdentifiabilityResult:
     epochs: Tensor
     ridge: Tensor
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every quantity by name."""
-        return {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if isinstance(getattr(self, f.name), Tensor)
-        }
+    _shown = "rate"
+
+    def to_pandas(self) -> Any:
+        """Return a table with a row for each layer; needs pandas.
+
+        Returns:
+            The `pandas.DataFrame`, indexed by stack and layer, with a column for each quantity by
+            layer, each label, as in `by_label[noun]`, and each offset, as in `neighbours[-1]`.
+        """
+        arrays = self.to_numpy()
+        columns = {name: arrays[name] for name in _BY_LAYER}
+        for name, ends in (("by_label", self.labels), ("neighbours", self.offsets)):
+            columns |= {f"{name}[{end}]": arrays[name][:, i] for i, end in enumerate(ends)}
+        return table(self.layers, ("stack", "layer"), columns)
 
 
 class TokenIdentifiability(TokenCollector):

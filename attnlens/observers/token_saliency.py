@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from attnlens.capture import HiddenState
 from attnlens.errors import AttnLensError, InputError
 from attnlens.observers.base import Labels, LayerKey, LayerObserver, SumObserver, Sums
+from attnlens.observers.tabular import LayeredResult
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +32,7 @@ class PassSaliency:
 
 
 @dataclass(frozen=True)
-class TokenSaliencyResult:
+class TokenSaliencyResult(LayeredResult):
     """Averages over the real tokens of all backward passes, per layer.
 
     Tensors are float64 on the CPU, with one row per layer; NaN where there was no such token.
@@ -58,13 +59,8 @@ class TokenSaliencyResult:
     position_product: Tensor
     position_magnitude: Tensor
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every quantity by name."""
-        return {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if isinstance(getattr(self, f.name), Tensor)
-        }
+    _shown = "norm"
+    _other = frozenset({"position_norm", "position_product", "position_magnitude"})
 
 
 @dataclass(eq=False)

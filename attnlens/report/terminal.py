@@ -11,7 +11,7 @@ from rich.text import Text
 from torch import Tensor
 
 from attnlens.observers import HeadStatisticsResult
-from attnlens.report.text import cell, field_of
+from attnlens.report.text import MEANINGS, cell, field_of
 
 # Viridis at 0, ¼, ½, ¾, 1: dark to bright, readable with every kind of colour vision and in grey.
 _SCALE = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
@@ -19,27 +19,6 @@ _RANGES = {
     "effective_fraction": (0.0, 1.0),
     "correlation": (-1.0, 1.0),
     "pooled_correlation": (-1.0, 1.0),
-}
-_MEANINGS = {
-    "examples": "how many examples counted",
-    "skipped": "how many examples held NaN or Inf and were left out",
-    "tokens": "tokens per example",
-    "rank": "dimension of the space that a head's values span, rank(T)",
-    "nullity": "dimension in which attention can change without any effect, n − rank(T)",
-    "nullity_min": "the smallest nullity of any attention row",
-    "nullity_max": "the largest nullity of any attention row",
-    "simplex_nullity": "nullity that is left if attention rows must keep summing to one",
-    "condition": "largest over smallest singular value of a head's values",
-    "attention_norm": "size of the attention matrix, ‖A‖",
-    "effective_norm": "size of the attention that the output can see, ‖A⊥‖",
-    "effective_fraction": (
-        "the share of a head's attention that can influence its output, ‖A⊥‖²/‖A‖²: at 1 all of "
-        "it counts, at 0.6 the other 40 % changes nothing"
-    ),
-    "correlation": "Pearson's r between raw and effective attention, averaged over examples",
-    "pooled_correlation": "Pearson's r between raw and effective attention, all examples pooled",
-    "entropy": "how widely a token spreads its attention, in nats: 0 is a single token",
-    "output_norm": "size of what a head writes, ‖AT‖",
 }
 
 
@@ -82,7 +61,7 @@ def explanation(result: HeadStatisticsResult, field: str = "effective_fraction")
     """
     values = field_of(result, field)
     title = field.replace("_", " ").capitalize()
-    sentences = [f"{title}: {_MEANINGS.get(field, 'one number per head')}."]
+    sentences = [f"{title}: {MEANINGS.get(field, 'one number per head')}."]
     known = torch.isfinite(values)
     if bool(known.any()):
         lowest = int(values.masked_fill(~known, torch.inf).argmin())

@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from torch import Tensor
 
 from attnlens.errors import InputError
+from attnlens.observers.tabular import LayeredResult
+
+# What each field of HeadStatisticsResult says of a head, in plain words.
+MEANINGS = {
+    "examples": "how many examples counted",
+    "skipped": "how many examples held NaN or Inf and were left out",
+    "tokens": "tokens per example",
+    "rank": "dimension of the space that a head's values span, rank(T)",
+    "nullity": "dimension in which attention can change without any effect, n − rank(T)",
+    "nullity_min": "the smallest nullity of any attention row",
+    "nullity_max": "the largest nullity of any attention row",
+    "simplex_nullity": "nullity that is left if attention rows must keep summing to one",
+    "condition": "largest over smallest singular value of a head's values",
+    "attention_norm": "size of the attention matrix, ‖A‖",
+    "effective_norm": "size of the attention that the output can see, ‖A⊥‖",
+    "effective_fraction": (
+        "the share of a head's attention that can influence its output, ‖A⊥‖²/‖A‖²: at 1 all of "
+        "it counts, at 0.6 the other 40 % changes nothing"
+    ),
+    "correlation": "Pearson's r between raw and effective attention, averaged over examples",
+    "pooled_correlation": "Pearson's r between raw and effective attention, all examples pooled",
+    "entropy": "how widely a token spreads its attention, in nats: 0 is a single token",
+    "output_norm": "size of what a head writes, ‖AT‖",
+    "importance": "how much the loss depends on a head, E |⟨O_h, ∂L/∂O_h⟩| per example",
+    "token_importance": "how much the loss depends on a head, E |⟨o_i, ∂L/∂o_i⟩| per token",
+    "seen": "how many examples ran forward",
+    "raw_cosine": "likeness of raw attention in the two models, the cosine of A",
+    "effective_cosine": "likeness of effective attention in the two models, the cosine of A⊥",
+    "effective_fraction_change": "‖A⊥‖²/‖A‖² of the second model minus that of the first",
+    "importance_change": "importance in the second model minus that in the first",
+    "own": "share of a hidden state that comes from its own token",
+    "not_main": "share of tokens to which another token contributes more than they do themselves",
+}
 
 
 class Text(str):
@@ -14,17 +45,6 @@ class Text(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-class LayeredResult(Protocol):
-    """A result with one row per layer."""
-
-    @property
-    def layers(self) -> tuple[tuple[str, int], ...]:
-        """Stack and layer of each row."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every `[L, H]` quantity by name."""
 
 
 def field_of(result: LayeredResult, field: str) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from attnlens import InputError
 from attnlens.demo import model_folder, paragraphs
 from attnlens.model.loading import TextModel, load_text_model
+from attnlens.report import figures
 
 TYPES = ("[CLS]", "[SEP]", "period or comma", "other punctuation", "words")
 # What identifies the paper's corpus: pairs and tokens of MRPC's development set.
@@ -121,10 +122,8 @@ class Setting:
     def draw(self, name: str, figure: str, *arguments: Any, **settings: Any) -> None:
         """Save one of the package's figures, if matplotlib is installed."""
         try:
-            from attnlens.report import figures
-
             axes = getattr(figures, figure)(*arguments, **settings)
-        except (ImportError, InputError) as error:
+        except InputError as error:
             print(f"No figure {name}: {error}")
             return
         axes.figure.savefig(self.options.out / f"{name}.png")

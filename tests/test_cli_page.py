@@ -1,0 +1,118 @@
+"""`attnlens report --html`, from texts to what the file holds."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from transformers import AutoTokenizer, BertConfig, BertModel
+from typer.testing import CliRunner
+
+from attnlens.cli.commands import app
+from attnlens.demo import model_folder
+
+WORDS = "river stone paper window garden letter engine winter candle market bridge teacher".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small model with the tokenizer of the packaged one, and texts of two to ten words."""
+    torch.manual_seed(0)
+    root = tmp_path_factory.mktemp("page")
+    config = BertConfig(
+        vocab_size=30522,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=20,
+        initializer_range=0.3,
+    )
+    BertModel(config).save_pretrained(root / "tiny")
+    AutoTokenizer.from_pretrained(model_folder()).save_pretrained(root / "tiny")
+    generator = torch.Generator().manual_seed(0)
+    choices = [torch.randint(12, (2 + n % 9,), generator=generator) for n in range(60)]
+    (root / "texts.txt").write_text("\n".join(" ".join(WORDS[i] for i in row) for row in choices))
+    return root
+
+
+def written(folder, tmp_path, *arguments):
+    """The content of a report, and what was said."""
+    page = tmp_path / "report.html"
+    command = ["report", folder / "tiny", "--text", folder / "texts.txt", "--lines", *arguments]
+    result = CliRunner().invoke(app, [str(part) for part in (*command, "--html", page)])
+    assert result.exit_code == 0, result.stderr
+    html = page.read_text()
+    assert str(folder) not in html and str(tmp_path) not in html
+    found = re.search(r'id="content">(.*?)</script>', html, re.DOTALL)
+    return json.loads(found[1]), re.sub(r"\s+", " ", result.stderr)
+
+
+def test_examples_are_shown_in_the_order_of_the_text(folder, tmp_path):
+    found, said = written(folder, tmp_path, "--examples", 3)
+    first = (folder / "texts.txt").read_text().splitlines()[:3]
+    assert [example["tokens"] for example in found["examples"]] == [
+        ["[CLS]", *line.split(), "[SEP]"] for line in first
+    ]
+    assert found["model"] == "tiny" and found["settings"]["text"] == "texts.txt"
+    assert found["grids"][0]["name"] == "effective fraction"
+    assert not found["attribution"] and not found["curves"]
+    assert "Maps are of the first 3 of 60 examples." in said
+
+
+def test_heads_layers_and_tokens_are_chosen(folder, tmp_path):
+    choice = ("--heads", "3,1", "--layers", "-1", "--examples", 12, "--max-tokens", 5)
+    found, said = written(folder, tmp_path, *choice)
+    assert {tuple(block["heads"]) for block in found["maps"]} == {(1, 3)}
+    assert found["layers"] == ["1"]
+    assert max(len(example["tokens"]) for example in found["examples"]) == 5
+    assert max(example["length"] for example in found["examples"]) == 12
+    assert "have more than 5 tokens" in said and found["notes"][0] in said
+
+
+def test_attribution_and_identifiability_join(folder, tmp_path):
+    found, _ = written(folder, tmp_path, "--attribution", "--identifiability", "--examples", 2)
+    assert [block["example"] for block in found["attribution"]] == [0, 1]
+    names = [curve["name"] for curve in found["curves"]]
+    assert names[0] == "Tokens identified" and "HiddenTokenAttribution: own" in names
+    assert found["curves"][0]["labels"][:3] == ["naive, cosine", "linear, cosine", "mlp, cosine"]
+
+
+def test_too_few_texts_to_identify_are_a_note(folder, tmp_path):
+    few = tmp_path / "few.txt"
+    few.write_text("river stone\n\npaper window")
+    found, said = written(folder, tmp_path, "--text", few, "--identifiability")
+    assert not found["curves"] and "Tokens were not identified." in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--heads", "4"], "heads=[4] but"),
+        (["--heads", "one"], "heads must be indices, as in 0,3. Got 'one'."),
+        (["--html", "none/report.html"], "its folder does not exist"),
+    ],
+)
+def test_wrong_choices_are_refused(folder, tmp_path, arguments, message):
+    command = ["report", folder / "tiny", "--text", folder / "texts.txt"]
+    page = ["--html", tmp_path / "a.html"]
+    result = CliRunner().invoke(app, [str(part) for part in (*command, *page, *arguments)])
+    assert result.exit_code == 2 and message in re.sub(r"\s+", " ", result.stderr)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_only_the_report_can_show_needs_one(folder):
+    command = ["report", folder / "tiny", "--text", folder / "texts.txt", "--attribution"]
+    result = CliRunner().invoke(app, [str(part) for part in command])
+    assert result.exit_code == 2 and "need --html" in result.stderr
+
+
+def test_the_demo_has_a_report_of_every_head(tmp_path):
+    result = CliRunner().invoke(app, ["demo", "--html", str(tmp_path / "demo.html")])
+    assert result.exit_code == 0, result.stderr
+    html = (tmp_path / "demo.html").read_text()
+    assert 5_000_000 < len(html.encode()) < 10_000_000
+    found = json.loads(re.search(r'id="content">(.*?)</script>', html, re.DOTALL)[1])
+    assert len(found["maps"]) == 6 * 12
+    assert all(block["heads"] == list(range(12)) for block in found["maps"])

@@ -1,0 +1,156 @@
+"""Every class of result returns from its file bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from safetensors import torch as tensor_files
+
+import attnlens
+from attnlens import (
+    HeadImportance,
+    HeadStatistics,
+    InputError,
+    LabelAttention,
+    Lens,
+    MapTraining,
+    TokenIdentifiability,
+    TokenSaliency,
+    load,
+    save,
+)
+from attnlens.observers import AttributionMatrices, HeadStatisticsResult, PassSaliency
+from attnlens.storage import storable
+from attnlens.storage.forms import ENTRIES, RESULTS
+from tests import heads, models
+from tests.test_storage import assert_same
+
+QUICK = MapTraining(max_epochs=1, width=8)
+
+
+@pytest.fixture(scope="module")
+def results():
+    """One of each class, from a small BERT, where making it takes more than a line."""
+    model, batch = models.build("bert"), models.inputs("bert")
+    importance, saliency = HeadImportance(), TokenSaliency(label_names=("all",))
+    rates = TokenIdentifiability("linear", labels=None, training=QUICK, seed=1)
+    attention = LabelAttention(lambda given: given["input_ids"] % 2, ("even", "odd"))
+    with Lens(model, HeadStatistics(), importance, saliency, rates, attention):
+        for seed in range(8):
+            lengths = tuple(range(4, 16))
+            model(**models.text_inputs(lengths, seed)).last_hidden_state.square().sum().backward()
+    (capture, _) = attnlens.record(model, **batch)
+    whole = heads.build("bert")
+    rising = torch.arange(8.0).reshape(2, 4)
+    curve = attnlens.pruning_curve(whole, lambda model: 0.1, {"rising": rising}, 2)
+    found = [
+        importance.compute(),
+        saliency.compute(),
+        saliency.last[0],
+        rates.compute(),
+        attention.compute(),
+        attnlens.compare(model, models.build("bert"), batch),
+        attnlens.identifiability(capture),
+        attnlens.simplex_witness(capture),
+        attnlens.softmax_witness(capture, max_iterations=2),
+        attnlens.realisability_rank(capture),
+        attnlens.check(model),
+        curve,
+        curve.plan("rising", 0.5),
+        attnlens.prune_heads(whole, {0: [1]}, repeats=1),
+    ]
+    return {type(result).__name__: result for result in found}
+
+
+KINDS = (
+    "HeadImportanceResult TokenSaliencyResult PassSaliency TokenIdentifiabilityResult HeadDrift "
+    "Identifiability SimplexWitness SoftmaxWitness RealisabilityRank Verdict PruningCurve HeadPlan "
+    "PruningReport LabelAttentionResult"
+).split()
+ELSEWHERE = {  # tests/test_storage.py
+    "HeadStatisticsResult",
+    "HiddenTokenAttributionResult",
+    "Capture",
+    "AttentionMap",
+    "AttributionMatrices",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_result_returns_bit_by_bit(results, kind, tmp_path):
+    result = [results[kind]] if kind in ENTRIES else results[kind]
+    save(result, tmp_path / "a.safetensors")
+    found = load(tmp_path / "a.safetensors")
+    assert_same(found, result)
+    if kind == "PruningCurve":
+        assert str(found.table()) == str(result.table())
+        assert found.plan("rising", 0.5) == result.plan("rising", 0.5)
+
+
+def test_every_class_has_been_tried():
+    assert RESULTS.keys() | ENTRIES.keys() == {*KINDS, *ELSEWHERE}
+
+
+def returned(thing):
+    """The dataclasses among what a public function, or an observer's compute, returns."""
+    function = thing.compute if inspect.isclass(thing) and hasattr(thing, "compute") else thing
+    if not inspect.isfunction(function):
+        return set()
+    kind = get_type_hints(function).get("return")
+    return {k for k in (kind, *get_args(kind)) if dataclasses.is_dataclass(k)}
+
+
+def test_every_public_result_can_be_saved():
+    found = {kind for name in attnlens.__all__ for kind in returned(getattr(attnlens, name))}
+    found |= {AttributionMatrices, PassSaliency}  # properties of observers
+    assert len(found) > 12
+    others = {attnlens.Report}  # a page, which has a file of its own
+    assert {kind.__name__ for kind in found - others} <= RESULTS.keys() | ENTRIES.keys()
+
+
+def test_views_of_one_tensor_are_saved_one_by_one(tmp_path):
+    rows = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+    views = AttributionMatrices("s", (0,), rows[0:2], rows[1:3], rows[:, 1], *[rows[0]] * 3, True)
+    save([views], tmp_path / "a.safetensors")
+    assert_same(load(tmp_path / "a.safetensors"), [views])
+
+
+def test_files_of_the_first_format_are_read(tmp_path):
+    path = tmp_path / "old.safetensors"
+    hints = get_type_hints(HeadStatisticsResult)
+    tensors = {name: torch.rand(2, 3) for name, kind in hints.items() if kind is torch.Tensor}
+    header = {
+        "format": 1,
+        "kind": "HeadStatisticsResult",
+        "fields": {"layers": [["encoder", 0], ["encoder", 1]], "value_space": ["T", "V"]},
+        "shapes": {name: [2, 3] for name in tensors},
+        "model": "some/model",
+        "settings": {},
+        "versions": {},
+    }
+    tensor_files.save_file(tensors, path, {"attnlens": json.dumps(header)})
+    found = load(path)
+    assert found.layers == (("encoder", 0), ("encoder", 1)) and found.value_space == ("T", "V")
+    assert all(torch.equal(found.tensors()[name], tensor) for name, tensor in tensors.items())
+    path.write_bytes(path.read_bytes().replace(b'\\"format\\": 1', b'\\"format\\": 2'))
+    with pytest.raises(InputError, match="damaged: its contents do not have the digest"):
+        load(path)
+
+
+def test_a_class_of_ones_own_can_be_saved(tmp_path, monkeypatch):
+    @storable()
+    @dataclasses.dataclass(frozen=True)
+    class Pair:
+        table: dict
+        numbers: torch.Tensor
+
+    monkeypatch.setitem(RESULTS, "Pair", RESULTS.pop("Pair"))
+    pair = Pair({("a", 1): (2, 3.5), "b": None}, torch.eye(2))
+    save(pair, tmp_path / "a.safetensors")
+    found = load(tmp_path / "a.safetensors")
+    assert found.table == pair.table and torch.equal(found.numbers, pair.numbers)
