@@ -127,16 +127,18 @@ def test_all_of_them_beside_the_published_numbers(
     monkeypatch.setattr(setting, "MRPC", (40, sum(map(len, study.first))))
     everything.main(arguments)
     series = json.loads(published.FILE.read_text())["series"]
-    seen = set()
+    seen, figures = set(), []
     for experiment in everything.EXPERIMENTS:
         found = json.loads(
             (tmp_path / f"{experiment.__name__.rsplit('.', 1)[-1]}.json").read_text()
         )
+        figures += found["figures"]
         for name, pair in found["published"].items():
             seen.add(name)
             assert len(pair["here"]) == len(pair["published"]) > 0
             assert pair["largest_difference"] >= 0  # a number
     assert seen == set(series)
+    assert len(figures) == 7 and all((tmp_path / figure).stat().st_size for figure in figures)
     printed = capsys.readouterr().out
     assert printed.count("read off the figure") == len(series)
     assert "Two halves merged differ from one run by at most" in printed
