@@ -8,7 +8,7 @@ print(lens.summary())
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -117,6 +117,7 @@ class Lens:
             layer_tap,
             self.on,
             self._dispatch_gradient if gradient else None,
+            self._begin,
         )
         with ExitStack() as stack:
             tap.attach(stack)
@@ -186,6 +187,10 @@ class Lens:
             if isinstance(observer, HeadStatistics) and observer.sums:
                 html += observer.compute()._repr_html_()
         return html
+
+    def _begin(self, inputs: Mapping[str, Any]) -> None:
+        for observer in self.observers:
+            observer.begin_forward(inputs)
 
     def _dispatch(self, capture: Capture) -> None:
         if self.backend != "auto":

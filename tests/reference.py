@@ -188,6 +188,27 @@ def head_statistics(
     }
 
 
+def label_attention(attention: Tensor, labels: Tensor, real: Tensor, count: int) -> Array:
+    """Attention to each label of every example with a real row, `[N, H, count]` float64.
+
+    Args:
+        attention: `[B, H, Q, K]`, raw or effective, zero where masked.
+        labels: `[B, K]`; labels outside 0 … count − 1 are left out.
+        real: `[B, Q]` bool, the query rows that count.
+        count: number of labels.
+    """
+    examples = []
+    for maps, of_keys, rows in zip(attention.double(), labels.tolist(), real, strict=True):
+        if not rows.any():
+            continue
+        received = np.zeros((len(maps), count))
+        for key, label in enumerate(of_keys):
+            if 0 <= label < count:
+                received[:, label] += maps[:, rows, key].mean(-1).numpy()
+        examples.append(received)
+    return np.stack(examples)
+
+
 def condition(values: Array, rtol: float) -> float:
     """Largest over smallest singular value above the threshold."""
     sigma = np.linalg.svd(values, compute_uv=False)

@@ -16,6 +16,7 @@ from attnlens import (
     HeadImportance,
     HeadStatistics,
     InputError,
+    LabelAttention,
     Lens,
     MapTraining,
     TokenIdentifiability,
@@ -38,7 +39,8 @@ def results():
     model, batch = models.build("bert"), models.inputs("bert")
     importance, saliency = HeadImportance(), TokenSaliency(label_names=("all",))
     rates = TokenIdentifiability("linear", labels=None, training=QUICK, seed=1)
-    with Lens(model, HeadStatistics(), importance, saliency, rates):
+    attention = LabelAttention(lambda given: given["input_ids"] % 2, ("even", "odd"))
+    with Lens(model, HeadStatistics(), importance, saliency, rates, attention):
         for seed in range(8):
             lengths = tuple(range(4, 16))
             model(**models.text_inputs(lengths, seed)).last_hidden_state.square().sum().backward()
@@ -51,6 +53,7 @@ def results():
         saliency.compute(),
         saliency.last[0],
         rates.compute(),
+        attention.compute(),
         attnlens.compare(model, models.build("bert"), batch),
         attnlens.identifiability(capture),
         attnlens.simplex_witness(capture),
@@ -67,7 +70,7 @@ def results():
 KINDS = (
     "HeadImportanceResult TokenSaliencyResult PassSaliency TokenIdentifiabilityResult HeadDrift "
     "Identifiability SimplexWitness SoftmaxWitness RealisabilityRank Verdict PruningCurve HeadPlan "
-    "PruningReport"
+    "PruningReport LabelAttentionResult"
 ).split()
 ELSEWHERE = {  # tests/test_storage.py
     "HeadStatisticsResult",

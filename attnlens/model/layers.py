@@ -6,8 +6,7 @@ a layer must be the very tensor that left the one before.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from attnlens.capture import Capture, HiddenState, LayerCapture, Link
 from attnlens.errors import UnsupportedAttentionError
+from attnlens.model.arguments import by_name
 from attnlens.model.hooks import Hook, suspended
 from attnlens.model.outputs import output_tensors
 from attnlens.model.rerun import LayerCall, Layout, arranged, mixes_first_axis
@@ -29,9 +29,6 @@ from attnlens.model.tap import LayerOrder
 
 class Listener(Protocol):
     """What is told of layers."""
-
-    def begin_forward(self, inputs: Mapping[str, Any]) -> None:
-        """Open a forward pass."""
 
     def update_layer(self, layer: LayerCapture) -> None:
         """Take a layer call."""
@@ -135,7 +132,7 @@ class LayerTap:
             kwargs: its keyword arguments.
             padding: `[B, N]` bool, the real tokens as its attention mask has them.
         """
-        inputs = _by_name(module, args, kwargs)
+        inputs = by_name(module, args, kwargs)
         first = next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim()), None)
         self._roots.append(_Root(None if first is None else first.shape[0], padding))
         self._order.restart()
@@ -144,8 +141,6 @@ class LayerTap:
         if len(self._roots) == 1:
             self._open = True
             self._graph = torch.is_grad_enabled()
-            for listener in self._listeners:
-                listener.begin_forward(inputs)
 
     def leave(self, outer: int, completed: bool) -> None:
         """End a forward pass.
@@ -326,16 +321,3 @@ class LayerTap:
 def _version(tensor: Tensor) -> int | None:
     """How often a tensor was changed in place, where torch counts it."""
     return None if tensor.is_inference() else tensor._version
-
-
-def _by_name(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call by the names they have in the module's signature."""
-    try:
-        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        return dict(kwargs)
-    return {
-        name: value
-        for key, given in bound.items()
-        for name, value in (given.items() if key == "kwargs" else [(key, given)])
-    }

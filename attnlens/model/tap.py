@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Protocol
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from attnlens.capture import Capture, Masking
 from attnlens.errors import InputError
+from attnlens.model.arguments import by_name
 from attnlens.model.calls import (
     MaskingOf,
     capture_of_call,
@@ -41,6 +42,7 @@ from attnlens.model.sites import Selection, Site, forward_roots
 from attnlens.model.tracing import Event
 
 Deliver = Callable[[Capture], None]
+Begin = Callable[[Mapping[str, Any]], None]
 Mode = Literal["train", "eval", "both"]
 
 
@@ -85,6 +87,7 @@ class Tap:
             evaluation mode, or both.
         deliver_gradient: called in the backward pass with each capture and `∂L/∂O`; None asks
             for no gradients.
+        begin: called with the model's arguments by name before each forward that is looked at.
 
     Attributes:
         forwards: number of outermost forward passes seen so far.
@@ -103,6 +106,7 @@ class Tap:
         companion: Companion | None = None,
         mode: Mode = "both",
         deliver_gradient: DeliverGradient | None = None,
+        begin: Begin | None = None,
     ) -> None:
         self.model = model
         self.selection = selection
@@ -111,6 +115,7 @@ class Tap:
         self.fired: set[str] = set()
         self.seen: set[str] = set()
         self._deliver = deliver
+        self._announce = begin
         self._every = every
         self._companion = companion
         self._mode = mode
@@ -200,6 +205,8 @@ class Tap:
             self.looked += 1
             self._batch = _batch_size(args, kwargs)
             self._scope.begin((module.__class__, *_kind_of_input(module, args, kwargs)))
+            if self._announce is not None:
+                self._announce(by_name(module, args, kwargs))
             self._enter_companion(module, args, kwargs)
 
     def _enter_companion(

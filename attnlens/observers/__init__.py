@@ -9,6 +9,7 @@ from attnlens.observers.effective_attention import AttentionMap, EffectiveAttent
 from attnlens.observers.head_importance import HeadImportance, HeadImportanceResult
 from attnlens.observers.head_statistics import HeadStatistics, HeadStatisticsResult
 from attnlens.observers.hidden_token_attribution import HiddenTokenAttribution
+from attnlens.observers.label_attention import LabelAttention, LabelAttentionResult
 from attnlens.observers.map_training import MapTraining
 from attnlens.observers.recording import Recording
 from attnlens.observers.token_identifiability import (
@@ -32,6 +33,8 @@ __all__ = [
     "HeadStatisticsResult",
     "HiddenTokenAttribution",
     "HiddenTokenAttributionResult",
+    "LabelAttention",
+    "LabelAttentionResult",
     "LayerObserver",
     "MapTraining",
     "Observer",

@@ -41,6 +41,13 @@ class Observer(ABC):
         """Tell whether a capture concerns this observer."""
         return self.layers is None or capture.layer in self.layers
 
+    def begin_forward(self, inputs: Mapping[str, Any]) -> None:  # noqa: B027, optional
+        """Open a forward pass of the model.
+
+        Args:
+            inputs: the model's arguments by name.
+        """
+
     @abstractmethod
     def update(self, capture: Capture) -> None:
         """Take one attention call into account.
@@ -106,13 +113,6 @@ class LayerObserver(Observer):
 
         Args:
             capture: the call.
-        """
-
-    def begin_forward(self, inputs: Mapping[str, Any]) -> None:
-        """Open a forward pass of the model.
-
-        Args:
-            inputs: the model's arguments by name.
         """
 
     def update_layer(self, layer: LayerCapture) -> None:

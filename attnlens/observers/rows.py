@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnlens.capture import Capture
-from attnlens.functional.nullspace import shared_basis
+from attnlens.functional.nullspace import ValueBasis, shared_basis
+from attnlens.functional.rowwise import RowwiseBasis
 from attnlens.functional.statistics import RowSums, row_sums
+from attnlens.functional.values import working_dtype
 from attnlens.kernels import gram_factor, resolve, row_statistics
 
 
@@ -83,6 +85,64 @@ def recomputed_context(capture: Capture, sums: bool, rtol: float) -> tuple[RowSu
         )
     context = coordinates.double() @ (basis.double().mT @ values)
     return (rows if sums else None), context
+
+
+def streamed_product(capture: Capture, columns: Tensor) -> Tensor:
+    """Multiply A, before dropout, by columns that all heads share, without building the matrix.
+
+    Args:
+        capture: the call.
+        columns: `[B, K, N]`, zero at masked keys.
+
+    Returns:
+        `A M`, `[B, H, Q, N]` float32 or float64.
+    """
+    if not capture.streams:
+        blocks = (a @ columns[:, None].to(a.dtype) for _, a in capture.attention_chunks())
+        return torch.cat(list(blocks), -2)
+    assert capture.query is not None and capture.key is not None
+    dtype = working_dtype(capture.query)
+    query, key = capture.query.to(dtype), capture.key.to(dtype)
+    # fused kernels want values as wide as keys; others would write the matrix
+    parts = columns.to(dtype)[:, None].split(query.shape[-1], -1)
+    return torch.cat([_attend(capture, query, key, part) for part in parts], -1)
+
+
+def _attend(capture: Capture, query: Tensor, key: Tensor, columns: Tensor) -> Tensor:
+    """`A M` for M `[B, 1, K, N]` with N at most D, `[B, H, Q, N]`."""
+    wide = torch.nn.functional.pad(columns, (0, query.shape[-1] - columns.shape[-1]))
+    if capture.bias is not None:
+        product = _stream_rows(capture, wide)[1]
+    else:
+        product = scaled_dot_product_attention(
+            query,
+            key,
+            wide.expand(-1, key.shape[1], -1, -1),
+            attn_mask=capture.masking.mask,
+            is_causal=capture.masking.causal,
+            scale=capture.scaling,
+        )
+    return product[..., : columns.shape[-1]]
+
+
+def finite_basis(capture: Capture, rtol: float) -> tuple[ValueBasis | RowwiseBasis, Tensor]:
+    """Find a basis of the values of a call, some of which may not be finite.
+
+    Args:
+        capture: the call.
+        rtol: relative threshold for the numerical rank.
+
+    Returns:
+        The basis, with zeros in place of what is not finite, and which examples and heads are
+        finite, `[B, H]`.
+    """
+    values = capture.prepared_values()
+    finite = torch.isfinite(values).flatten(2).all(-1)
+    values = torch.nan_to_num(values, 0.0, 0.0, 0.0)  # a factorisation must not meet them
+    if capture.support.shared:
+        return shared_basis(values, capture.support, rtol, like=capture.value), finite
+    dtype = working_dtype(capture.value)
+    return RowwiseBasis(values, capture.support, rtol, False, dtype), finite
 
 
 def kernel_whitening(capture: Capture, rtol: float) -> tuple[Tensor, Tensor] | None:

@@ -1,0 +1,1 @@
+"""Runnable scripts, one for each claim; `python -m examples.paper` repeats a paper."""
