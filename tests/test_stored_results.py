@@ -24,6 +24,7 @@ from attnlens import (
     load,
     save,
 )
+from attnlens.corpus import Scan
 from attnlens.observers import AttributionMatrices, HeadStatisticsResult, PassSaliency
 from attnlens.storage import storable
 from attnlens.storage.forms import ENTRIES, RESULTS
@@ -109,7 +110,8 @@ def test_every_public_result_can_be_saved():
     found = {kind for name in attnlens.__all__ for kind in returned(getattr(attnlens, name))}
     found |= {AttributionMatrices, PassSaliency}  # properties of observers
     assert len(found) > 12
-    others = {attnlens.Report}  # a page, which has a file of its own
+    # a page has a file of its own, a scan a folder
+    others = {attnlens.Report, Scan}
     assert {kind.__name__ for kind in found - others} <= RESULTS.keys() | ENTRIES.keys()
 
 
