@@ -14,7 +14,6 @@ from torch import Tensor
 
 from attnlens.functional.factor import factor_values
 from attnlens.functional.rowwise import RowwiseBasis
-from attnlens.functional.spectra import eigenvalues
 from attnlens.functional.support import Support
 from attnlens.functional.values import row_moments, selected_rows
 
@@ -183,7 +182,7 @@ def _condition(gram: Tensor, rank: Tensor, root: Tensor | None, groups: int) -> 
 
 
 def _gram_condition(gram: Tensor, rank: Tensor) -> Tensor:
-    sigma = eigenvalues(gram).clamp(min=0).sqrt().flip(-1)
+    sigma = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt().flip(-1)
     last = (rank - 1).clamp(min=0)[..., None]
     return sigma[..., 0] / sigma.gather(-1, last)[..., 0]
 

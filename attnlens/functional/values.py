@@ -83,10 +83,9 @@ def row_moments(tensor: Tensor, keep: Tensor) -> RowMoments:
     total = tensor.new_zeros((batch, heads, width), dtype=torch.float64)
     # a block that stays in the cache: the conversion of all rows at once costs as much as the sums
     size = rows if tensor.is_cuda else max(_BLOCK_BYTES // max(batch * heads * width * 8, 1), 64)
-    everything = bool(keep.all())
     for block, kept in zip(tensor.split(size, 2), keep.split(size, 2), strict=True):
         part = block.new_empty(block.shape, dtype=torch.float64).copy_(block)
-        if not everything:
+        if not bool(kept.all()):
             part.masked_fill_(~kept[..., None], 0.0)
         total += part.sum(-2)
         part = part.flatten(0, 1)

@@ -125,19 +125,18 @@ class HeadStatistics(SumObserver):
         *_, keys, width = capture.shape
         rtol = default_rtol(keys, width) if self.rtol is None else self.rtol
         output = capture.output
-        rows: RowSums | None = None
         if capture.exact_context:
             context = capture.context
             if output is not None and output.factor is not None:
                 context = context.double() @ output.factor.to(context.device)
             rows = streamed_rows(capture) if self.fields == "all" else None
+            space, whitening = capture.reached_values(grouped=True), kernel_whitening(capture, rtol)
         else:
-            rows, context = recomputed_context(capture, self.fields == "all", rtol)
-        space = capture.reached_values(grouped=True)
+            context, rows, whitening = recomputed_context(capture, self.fields == "all", rtol)
+            space = capture.reached_values(grouped=whitening is None)
         root = output.root if output is not None and output.factor is None else None
         active = capture.real_rows.expand(*context.shape[:3])
-        factor = kernel_whitening(capture, rtol)
-        null_space = null_space_sums(space, context, capture.support, rtol, root, active, factor)
+        null_space = null_space_sums(space, context, capture.support, rtol, root, active, whitening)
         self.add((capture.stack, capture.layer), _sums(capture, null_space, rows, active))
 
     def compute(self) -> HeadStatisticsResult:

@@ -115,7 +115,7 @@ class LabelAttention(SumObserver):
         basis, finite = finite_basis(capture, rtol)
         context = capture.context
         if not capture.exact_context:
-            _, context = recomputed_context(capture, False, rtol)
+            context = recomputed_context(capture, False, rtol).context
         elif capture.output is not None and capture.output.factor is not None:
             context = context.double() @ capture.output.factor.to(context.device)
         active = capture.real_rows.expand(*context.shape[:3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +51,22 @@ def _stream_rows(capture: Capture, basis: Tensor | None = None) -> tuple[RowSums
     return sums, total if rows.coordinates is None else rows.coordinates
 
 
-def recomputed_context(capture: Capture, sums: bool, rtol: float) -> tuple[RowSums | None, Tensor]:
+class Recomputed(NamedTuple):
+    """Attention outputs without the dropout and the rounding of the model's own.
+
+    Attributes:
+        context: O, `[B, H, Q, E]` float64, in the space of
+            :meth:`~attnlens.Capture.prepared_values`.
+        rows: sums of attention rows, or None.
+        whitening: factor `[B, H, E, R]` float64 and rank `[B, H]` of those values, or None.
+    """
+
+    context: Tensor
+    rows: RowSums | None
+    whitening: tuple[Tensor, Tensor] | None = None
+
+
+def recomputed_context(capture: Capture, sums: bool, rtol: float) -> Recomputed:
     """Recompute `O = A V` without the dropout and the rounding of the model's own.
 
     The basis U of the values is perfectly conditioned, so that float32 is enough for coordinates
@@ -62,14 +78,15 @@ def recomputed_context(capture: Capture, sums: bool, rtol: float) -> tuple[RowSu
         rtol: relative threshold for the numerical rank.
 
     Returns:
-        The row sums or None, and O `[B, H, Q, E]` float64 in the space of
-        :meth:`~attnlens.Capture.prepared_values`.
+        The outputs, with row sums if they are wanted, and with a factorisation of the values if
+        all rows of an example see the same keys.
     """
     if not (capture.streams and capture.support.shared):
         return _blockwise(capture, sums)
     # examples that are not finite are left out later; a factorisation must not meet them
     values = torch.nan_to_num(capture.prepared_values(), 0.0, 0.0, 0.0)
-    basis = shared_basis(values, capture.support, rtol, like=capture.value).basis
+    found = shared_basis(values, capture.support, rtol, like=capture.value)
+    basis = found.basis
     rows = None
     if sums or capture.bias is not None:
         rows, coordinates = _stream_rows(capture, basis)
@@ -84,7 +101,7 @@ def recomputed_context(capture: Capture, sums: bool, rtol: float) -> tuple[RowSu
             scale=capture.scaling,
         )
     context = coordinates.double() @ (basis.double().mT @ values)
-    return (rows if sums else None), context
+    return Recomputed(context, rows if sums else None, (found.whitening, found.rank))
 
 
 def streamed_product(capture: Capture, columns: Tensor) -> Tensor:
@@ -169,7 +186,7 @@ def kernel_whitening(capture: Capture, rtol: float) -> tuple[Tensor, Tensor] | N
     return found.whitening.double(), found.rank.long()
 
 
-def _blockwise(capture: Capture, sums: bool) -> tuple[RowSums | None, Tensor]:
+def _blockwise(capture: Capture, sums: bool) -> Recomputed:
     """The same for any attention, from blocks of A."""
     values = capture.prepared_values()
     blocks, context = [], []
@@ -177,7 +194,7 @@ def _blockwise(capture: Capture, sums: bool) -> tuple[RowSums | None, Tensor]:
         if sums:
             blocks.append(row_sums(attention))
         context.append(attention.double() @ values)
-    return (_joined(blocks) if sums else None), torch.cat(context, -2)
+    return Recomputed(torch.cat(context, -2), _joined(blocks) if sums else None)
 
 
 def _joined(blocks: Iterable[RowSums]) -> RowSums:
