@@ -180,7 +180,7 @@ def hidden_token_attribution(
     norm: Norm = "fro",
     reverse: bool | None = None,
     seed: int = 0,
-    memory_budget: int = 2**30,
+    memory_budget: int = 2**28,
 ) -> Attribution:
     """Attribute the hidden states of a chain of layers to the tokens that entered it.
 

@@ -104,7 +104,7 @@ def push_forward(
     hidden: Tensor,
     tangents: Tensor,
     *,
-    memory_budget: int = 2**30,
+    memory_budget: int = 2**28,
     out: Tensor | None = None,
 ) -> Tensor:
     """Push tangents through a layer: J t, with J the layer's Jacobian at ``hidden``.
@@ -139,7 +139,7 @@ def pull_back(
     hidden: Tensor,
     cotangents: Tensor,
     *,
-    memory_budget: int = 2**30,
+    memory_budget: int = 2**28,
     out: Tensor | None = None,
 ) -> Tensor:
     """Pull cotangents back through a layer: Jᵀ t, with J the layer's Jacobian at ``hidden``.

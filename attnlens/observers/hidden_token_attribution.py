@@ -102,7 +102,7 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
         label_names: Sequence[str] = ("all",),
         radius: int = 64,
         seed: int = 0,
-        memory_budget: int = 2**30,
+        memory_budget: int = 2**28,
         max_bytes: int = 2**30,
     ) -> None:
         super().__init__(layers)
