@@ -11,8 +11,11 @@ from typing import Any
 from benchmarks.growth import HEADS, LENGTHS
 
 RESULTS = Path(__file__).parent / "results"
-WAYS = {"bare forward": "forward pass", "null-space fields": "…, null-space fields"}
-WAYS |= {"every field": "…, every field"}
+WAYS = {
+    "bare forward": "forward pass",
+    "null-space fields": "with null-space fields",
+    "every field": "with every field",
+}
 
 
 def draw(report: dict[str, Any], picture: Path) -> None:
@@ -31,14 +34,18 @@ def draw(report: dict[str, Any], picture: Path) -> None:
     (case,) = (case for case in report["cases"] if case["name"] == "growth")
     seconds, extra = curves(case["comparisons"])
     figure, (time, memory) = pyplot.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    styles = {
+        name: {"marker": "o", "markersize": 3, "color": f"C{place}", "label": WAYS[name]}
+        for place, name in enumerate(WAYS)
+    }
     for name, values in seconds.items():
-        time.loglog(LENGTHS, values, marker="o", markersize=3, label=WAYS[name])
+        time.loglog(LENGTHS, values, **styles[name])
     time.set(xlabel="tokens", ylabel="seconds, one layer")
     time.legend(frameon=False)
     dense = [HEADS * n**2 * 4 / 2**20 for n in LENGTHS]
     memory.loglog(LENGTHS, dense, color="0.5", linestyle="--", label="one dense [H, n, n]")
     for name, values in extra.items():
-        memory.loglog(LENGTHS, values, marker="o", markersize=3, label=WAYS[name])
+        memory.loglog(LENGTHS, values, **styles[name])
     memory.set(xlabel="tokens", ylabel="MiB beside the forward pass")
     memory.legend(frameon=False)
     figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
