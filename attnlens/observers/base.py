@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from attnlens.capture import Capture, HiddenState, LayerCapture
-from attnlens.errors import InputError
+from attnlens.errors import AttnLensError, InputError
 
 Self = TypeVar("Self", bound="Observer")
 Sums = dict[str, Tensor]
@@ -25,6 +25,24 @@ _COMBINE = {"min": torch.minimum, "max": torch.maximum}
 def is_summed(quantity: str) -> bool:
     """Tell whether a quantity is merged by addition, not by minimum or maximum."""
     return quantity.rsplit("_", 1)[-1] not in _COMBINE
+
+
+def stack_heads(layers: Sequence[Sums]) -> Sums:
+    """Stack fields of heads over layers, with NaN for heads that a layer does not have.
+
+    Args:
+        layers: the same fields of each, `[H, ...]`; H may differ.
+
+    Returns:
+        The fields, `[L, H, ...]`.
+    """
+    heads = max(len(tensor) for fields in layers for tensor in fields.values())
+
+    def padded(tensor: Tensor) -> Tensor:
+        missing = (0, 0) * (tensor.dim() - 1) + (0, heads - len(tensor))
+        return torch.nn.functional.pad(tensor, missing, value=torch.nan)
+
+    return {name: torch.stack([padded(fields[name]) for fields in layers]) for name in layers[0]}
 
 
 class Observer(ABC):
@@ -260,6 +278,28 @@ class SumObserver(Observer):
     def _forget_state(self) -> None:
         """Forget what :meth:`state_dict` returns."""
         self.sums = {}
+
+    def seen(self, *, passes: str = "the model") -> dict[LayerKey, Sums]:
+        """Return the sums of every layer, in order, on the CPU.
+
+        Args:
+            passes: what to run, for the error.
+
+        Returns:
+            The sums by layer; at least one.
+
+        Raises:
+            AttnLensError: if nothing was seen.
+        """
+        if not self.sums:
+            raise AttnLensError(
+                f"{type(self).__name__} has seen no attention call. Run {passes} inside "
+                f"`with Lens(...)`."
+            )
+        return {
+            key: {name: tensor.cpu() for name, tensor in self.sums[key].items()}
+            for key in self.ordered()
+        }
 
     def ordered(self) -> list[LayerKey]:
         """Layers in the order of their stacks' first appearance, then by index."""

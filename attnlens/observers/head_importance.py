@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from attnlens.capture import Capture
-from attnlens.errors import AttnLensError, InputError
+from attnlens.errors import InputError
 from attnlens.functional.importance import gate_sums, unit_layers
-from attnlens.observers.base import GradientObserver, SumObserver, Sums
+from attnlens.observers.base import GradientObserver, SumObserver, Sums, stack_heads
 from attnlens.observers.tabular import LayeredResult
 
 LossScale = float | Tensor | Callable[[], float | Tensor]
@@ -122,21 +122,14 @@ class HeadImportance(GradientObserver, SumObserver):
         Raises:
             AttnLensError: if nothing was seen.
         """
-        keys = self.ordered()
-        if not keys:
-            raise AttnLensError(
-                "HeadImportance has seen no attention call. Run the model and its backward pass "
-                "inside `with Lens(...)`."
-            )
-        heads = max(self.sums[key]["seen"].numel() for key in keys)
-        rows = [_averages(self.sums[key], heads) for key in keys]
-        stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        layers = self.seen(passes="the model and its backward pass")
+        stacked = stack_heads([_averages(sums) for sums in layers.values()])
         if self.normalise:
             for name in ("importance", "token_importance"):
                 stacked[name] = unit_layers(stacked[name])
         answered = (stacked["examples"].nan_to_num() + stacked["skipped"].nan_to_num()).sum(-1)
-        missing = tuple(key for key, count in zip(keys, answered, strict=True) if not count)
-        return HeadImportanceResult(tuple(keys), missing, **stacked)
+        missing = tuple(key for key, count in zip(layers, answered, strict=True) if not count)
+        return HeadImportanceResult(tuple(layers), missing, **stacked)
 
     def _add(self, capture: Capture, **sums: Tensor) -> None:
         """Add some quantities, the others being zero."""
@@ -154,19 +147,13 @@ def _by_example(real: Tensor, windows: int) -> Tensor:
     return real.unflatten(0, (-1, windows)).any(1)
 
 
-def _averages(sums: Sums, heads: int) -> Sums:
+def _averages(sums: Sums) -> Sums:
     """Turn a layer's sums into the fields of the result, each `[H]`."""
-    sums = {name: tensor.cpu() for name, tensor in sums.items()}
     examples, positions = sums["examples"], sums["positions"]
-    fields = {
+    return {
         "examples": examples,
         "skipped": sums["skipped"],
         "seen": sums["seen"],
         "importance": torch.where(examples > 0, sums["importance"] / examples, torch.nan),
         "token_importance": torch.where(positions > 0, sums["magnitude"] / positions, torch.nan),
-    }
-    missing = heads - examples.numel()
-    return {
-        name: torch.nn.functional.pad(tensor, (0, missing), value=torch.nan)
-        for name, tensor in fields.items()
     }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnlens.capture import Capture
-from attnlens.errors import AttnLensError, AttnLensWarning, InputError
+from attnlens.errors import AttnLensWarning, InputError
 from attnlens.functional.factor import default_rtol
 from attnlens.functional.statistics import (
     NullSpaceSums,
@@ -19,7 +19,7 @@ from attnlens.functional.statistics import (
     null_space_sums,
     pearson,
 )
-from attnlens.observers.base import SumObserver, Sums
+from attnlens.observers.base import SumObserver, Sums, stack_heads
 from attnlens.observers.rows import kernel_whitening, recomputed_context, streamed_rows
 from attnlens.observers.tabular import LayeredResult
 
@@ -148,20 +148,11 @@ class HeadStatistics(SumObserver):
         Raises:
             AttnLensError: if nothing was seen.
         """
-        keys = self.ordered()
-        if not keys:
-            raise AttnLensError(
-                "HeadStatistics has seen no attention call. Run the model inside `with Lens(...)`."
-            )
-        layers = [{name: t.cpu() for name, t in self.sums[key].items()} for key in keys]
-        heads = max(layer["examples"].numel() for layer in layers)
-        rows = [_averages(layer) for layer in layers]
-        stacked = {
-            name: torch.stack([_padded(row[name], heads) for row in rows]) for name in rows[0]
-        }
-        self._warn_of_skipped(stacked["skipped"], keys)
-        spaces = tuple("T" if bool(layer["has_projection_min"]) else "V" for layer in layers)
-        return HeadStatisticsResult(tuple(keys), value_space=spaces, **stacked)
+        layers = self.seen()
+        stacked = stack_heads([_averages(sums) for sums in layers.values()])
+        self._warn_of_skipped(stacked["skipped"], list(layers))
+        spaces = tuple("T" if bool(s["has_projection_min"]) else "V" for s in layers.values())
+        return HeadStatisticsResult(tuple(layers), value_space=spaces, **stacked)
 
     @staticmethod
     def _warn_of_skipped(skipped: Tensor, keys: list[tuple[str, int]]) -> None:
@@ -255,7 +246,3 @@ def _averages(sums: Sums) -> Sums:
         "correlation": mean("correlation", sums.get("correlated", examples)),
         "pooled_correlation": pooled,
     }
-
-
-def _padded(values: Tensor, heads: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, heads - values.numel()), value=torch.nan)

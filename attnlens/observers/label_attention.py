@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from attnlens.capture import Capture
-from attnlens.errors import AttnLensError, AttnLensWarning, InputError
+from attnlens.errors import AttnLensWarning, InputError
 from attnlens.functional.factor import default_rtol
 from attnlens.functional.label_attention import LabelMeans, label_means, label_members
-from attnlens.observers.base import Labels, LayerKey, SumObserver, Sums
+from attnlens.observers.base import Labels, LayerKey, SumObserver, Sums, stack_heads
 from attnlens.observers.rows import finite_basis, recomputed_context, streamed_product
 from attnlens.observers.tabular import LayeredResult
 
@@ -149,15 +149,8 @@ class LabelAttention(SumObserver):
         Raises:
             AttnLensError: if nothing was seen.
         """
-        keys = self.ordered()
-        if not keys:
-            raise AttnLensError(
-                "LabelAttention has seen no attention call. Run the model inside `with Lens(...)`."
-            )
-        layers = [{name: t.cpu() for name, t in self.sums[key].items()} for key in keys]
-        heads = max(layer["examples"].numel() for layer in layers)
-        rows = [_averages(layer, heads) for layer in layers]
-        stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        layers = self.seen()
+        stacked = stack_heads([_averages(sums) for sums in layers.values()])
         skipped = int(stacked["skipped"].nan_to_num().max())
         if skipped:
             warnings.warn(
@@ -166,8 +159,8 @@ class LabelAttention(SumObserver):
                 AttnLensWarning,
                 stacklevel=2,
             )
-        spaces = tuple("T" if bool(layer["has_projection_min"]) else "V" for layer in layers)
-        return LabelAttentionResult(tuple(keys), self.label_names, value_space=spaces, **stacked)
+        spaces = tuple("T" if bool(s["has_projection_min"]) else "V" for s in layers.values())
+        return LabelAttentionResult(tuple(layers), self.label_names, value_space=spaces, **stacked)
 
 
 def _sums(
@@ -196,8 +189,8 @@ def _sums(
     }
 
 
-def _averages(sums: Sums, heads: int) -> Sums:
-    """Turn a layer's sums into fields of the result, padded with NaN to `heads` heads."""
+def _averages(sums: Sums) -> Sums:
+    """Turn a layer's sums into the fields of the result, `[H]` and `[H, G]`."""
     examples = sums["examples"]
     count = examples[:, None]
     fields = {"examples": examples, "skipped": sums["skipped"]}
@@ -207,8 +200,4 @@ def _averages(sums: Sums, heads: int) -> Sums:
         spread = (sums[f"{name}_square"] - count * fields[name].square()).clamp(min=0)
         error = (spread / (count * (count - 1))).sqrt()
         fields[f"{name}_error"] = torch.where(count > 1, error, torch.nan)
-    padded = {}
-    for name, tensor in fields.items():
-        padded[name] = torch.full((heads, *tensor.shape[1:]), torch.nan, dtype=torch.float64)
-        padded[name][: len(tensor)] = tensor
-    return padded
+    return fields
