@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from attnlens.kernels.results import EffectiveReduction
-from attnlens.kernels.tiles import row_tiles
+from attnlens.kernels.tiles import blocks, row_tiles
 
 
 def effective_reduce(
@@ -18,28 +18,28 @@ def effective_reduce(
     largest = coordinates.new_full((batch, heads, top_k), -1.0)
     places = torch.zeros((batch, heads, top_k), dtype=torch.int64, device=basis.device)
     for example in range(batch):
-        for rows, group in row_tiles(heads, queries, keys):
-            tile = coordinates[example, group, rows] @ basis[example, group].mT
-            if written is not None:
-                written[example, group, rows] = tile
-            magnitude = tile.abs_()
-            column_sums[example, group] += magnitude.sum(-2)
-            if top_k:
-                _keep_largest(
-                    magnitude, rows.start * keys, largest[example, group], places[example, group]
-                )
+        for group, rows in row_tiles(heads, queries, keys):
+            for block in blocks(keys):
+                tile = coordinates[example, group, rows] @ basis[example, group, block].mT
+                if written is not None:
+                    written[example, group, rows, block] = tile
+                magnitude = tile.abs_()
+                column_sums[example, group, block] += magnitude.sum(-2)
+                if top_k:
+                    width = magnitude.shape[-1]
+                    found, at = magnitude.flatten(1).topk(min(top_k, magnitude[0].numel()))
+                    place = (rows.start + at // width) * keys + block.start + at % width
+                    _keep_largest(found, place, largest[example, group], places[example, group])
     if not top_k:
         return EffectiveReduction(column_sums, None, None, None, None, written)
     return EffectiveReduction(column_sums, None, *entries(coordinates, basis, places), written)
 
 
-def _keep_largest(magnitude: Tensor, offset: int, largest: Tensor, places: Tensor) -> None:
-    """Merge a tile [h, q, K] into the k largest so far and their flat places, both [h, k]."""
-    top_k = largest.shape[-1]
-    found, at = magnitude.flatten(1).topk(min(top_k, magnitude[0].numel()))
-    merged, order = torch.cat([largest, found], -1).topk(top_k)
+def _keep_largest(found: Tensor, place: Tensor, largest: Tensor, places: Tensor) -> None:
+    """Merge what a tile found, [h, ≤ k] with flat places, into the k largest so far, [h, k]."""
+    merged, order = torch.cat([largest, found], -1).topk(largest.shape[-1])
     largest.copy_(merged)
-    places.copy_(torch.cat([places, at + offset], -1).gather(-1, order))
+    places.copy_(torch.cat([places, place], -1).gather(-1, order))
 
 
 def entries(coordinates: Tensor, basis: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,12 +1,13 @@
 """Statistics of attention rows, tile by tile: the PyTorch twin."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attnlens.kernels.results import RowStatistics
-from attnlens.kernels.tiles import row_tiles, tile_buffers
+from attnlens.kernels.tiles import blocks, row_tiles, tile_elements
 
 # Logit of a key that may not be attended to: finite, because 0 · (−inf) is NaN, and so large that
 # adding any true logit to it changes nothing.
@@ -43,8 +44,6 @@ def row_statistics(
     coordinates = None
     if basis is not None:
         coordinates = query.new_zeros((batch, heads, queries, basis.shape[-1]), dtype=dtype)
-    buffers = tile_buffers(2, query, key.shape[2], dtype)
-
     for example in range(batch):
         keys = _AttendedKeys.of(example, heads, key, basis, mask, bias, dtype)
         _fill_example(
@@ -52,7 +51,6 @@ def row_statistics(
             keys,
             causal,
             scaling,
-            buffers,
             statistics[:, example],
             None if coordinates is None else coordinates[example],
         )
@@ -106,14 +104,14 @@ class _AttendedKeys:
 
         return cls(positions, select(key), None if basis is None else select(basis), mask, bias)
 
-    def logit_bias(self, rows: slice, heads: slice, stop: int, causal: bool) -> Tensor | None:
-        """Return what is added to the scaled logits of a tile, [1|h, 1|q, stop], or None."""
-        positions = self.positions[:stop]
+    def logit_bias(self, heads: slice, rows: slice, block: slice, causal: bool) -> Tensor | None:
+        """Return what is added to the scaled logits of a block, [1|h, 1|q, k], or None."""
+        positions = self.positions[block]
         added = None
         if self.bias is not None:
-            added = _tile(self.bias, rows, heads)[..., positions].to(self.key.dtype)
+            added = _tile(self.bias, heads, rows)[..., positions].to(self.key.dtype)
             added = added.clamp_min(MASKED)
-        hidden = None if self.mask is None else ~_tile(self.mask, rows, heads)[..., positions]
+        hidden = None if self.mask is None else ~_tile(self.mask, heads, rows)[..., positions]
         if causal:
             row_positions = torch.arange(rows.start, rows.stop, device=positions.device)
             future = positions > row_positions[:, None]
@@ -124,12 +122,16 @@ class _AttendedKeys:
             added = self.key.new_zeros(())
         return torch.where(hidden, MASKED, added)
 
+    def visible(self, row: int) -> int:
+        """Return how many of these keys a row may attend to under a causal mask."""
+        return int(torch.searchsorted(self.positions, row + 1))
+
 
 def _of_example(tensor: Tensor | None, example: int) -> Tensor | None:
     return None if tensor is None else tensor[example if len(tensor) > 1 else 0]
 
 
-def _tile(tensor: Tensor, rows: slice, heads: slice) -> Tensor:
+def _tile(tensor: Tensor, heads: slice, rows: slice) -> Tensor:
     """Return the tile's part of a tensor [1|H, 1|Q, K]."""
     tensor = tensor[heads] if len(tensor) > 1 else tensor
     return tensor[:, rows] if tensor.shape[1] > 1 else tensor
@@ -140,52 +142,89 @@ def _fill_example(
     keys: _AttendedKeys,
     causal: bool,
     scaling: float,
-    buffers: Tensor,
     statistics: Tensor,
     coordinates: Tensor | None,
 ) -> None:
     """Write the statistics [4, H, Q] and the coordinates [H, Q, R] of one example."""
     heads, queries, _ = query.shape
-    if not len(keys.positions):
-        return
-    per_head = any(part is not None and len(part) > 1 for part in (keys.mask, keys.bias))
-    for rows, head_group in row_tiles(heads, queries, len(keys.positions)):
-        stop = len(keys.positions)
-        if causal:
-            stop = int(torch.searchsorted(keys.positions, rows.stop))
-            if not stop:
-                continue
-        if per_head or head_group.start == 0:
-            bias = keys.logit_bias(rows, head_group, stop, causal)
-        tile_query = query[head_group, rows]
-        shape = (*tile_query.shape[:2], stop)
-        scores, probabilities = (
-            buffer[: shape[0] * shape[1] * stop].view(shape) for buffer in buffers
+    count = len(keys.positions)
+    buffers = query.new_empty((2, tile_elements(heads, queries, count)))
+    for group, rows in row_tiles(heads, queries, count):
+        everywhere, stop = (
+            (keys.visible(rows.start), keys.visible(rows.stop - 1)) if causal else (count, count)
         )
-        torch.baddbmm(
-            scores if bias is None else bias,
-            tile_query,
-            keys.key[head_group, :stop].mT,
-            beta=0.0 if bias is None else 1.0,
-            alpha=scaling,
-            out=scores,
-        )
-        statistics[:, head_group, rows] = _softmax_statistics(scores, probabilities)
-        if coordinates is not None and keys.basis is not None:
-            coordinates[head_group, rows] = probabilities @ keys.basis[head_group, :stop]
+        tile_query, sums = query[group, rows], None
+        for block in blocks(count, stop):
+            bias = keys.logit_bias(group, rows, block, block.stop > everywhere)
+            tile_key = keys.key[group, block]
+            shape = (*tile_query.shape[:2], tile_key.shape[1])
+            scores, exponentials = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+            torch.baddbmm(
+                scores if bias is None else bias,
+                tile_query,
+                tile_key.mT,
+                beta=0.0 if bias is None else 1.0,
+                alpha=scaling,
+                out=scores,
+            )
+            basis = None if keys.basis is None else keys.basis[group, block]
+            part = _exponential_sums(scores, exponentials, basis, sums)
+            sums = part if sums is None else sums.merged(part)
+        if sums is not None:
+            statistics[:, group, rows] = sums.statistics()
+            if coordinates is not None and sums.products is not None:
+                coordinates[group, rows] = sums.products / sums.total[..., None]
 
 
-def _softmax_statistics(scores: Tensor, probabilities: Tensor) -> Tensor:
-    """Return log-sum-exp, Σ p², entropy and maximum of each row [4, h, q]; reuse both buffers.
+@dataclass(frozen=True)
+class _ExponentialSums:
+    """Sums of e = exp(s − m) over keys, m the largest logit of the row so far.
 
-    The row maximum is subtracted first: log p = score + log max p then loses nothing to the size
-    of the logits, and softmax costs less than log_softmax followed by exp.
+    Nothing is lost to the size of the logits, and blocks of keys can be merged: Milakov and
+    Gimelshein, "Online normalizer calculation for softmax", 2018 (arXiv 1805.02867).
     """
-    largest = scores.amax(-1, keepdim=True)
-    scores.sub_(largest)
-    torch.softmax(scores, -1, out=probabilities)
-    maximum = probabilities.amax(-1)
-    log_maximum = maximum.log()
-    square_sum = torch.linalg.vector_norm(probabilities, dim=-1).square_()
-    entropy = scores.mul_(probabilities).sum(-1).add_(log_maximum).neg_().clamp_min_(0.0)
-    return torch.stack([largest.squeeze(-1) - log_maximum, square_sum, entropy, maximum])
+
+    largest: Tensor  # m, [h, q]
+    total: Tensor  # Σ e
+    square: Tensor  # Σ e²
+    weighted: Tensor  # Σ e (s − m)
+    products: Tensor | None  # Σ e u, [h, q, R]
+
+    def merged(self, later: "_ExponentialSums") -> "_ExponentialSums":
+        """Add the sums over more keys, taken about a maximum no smaller than this one."""
+        shift = self.largest - later.largest
+        scale = shift.exp()
+        products = None
+        if self.products is not None and later.products is not None:
+            products = later.products.addcmul_(self.products, scale[..., None])
+        return _ExponentialSums(
+            later.largest,
+            later.total.addcmul_(self.total, scale),
+            later.square.addcmul_(self.square, scale.square()),
+            later.weighted.addcmul_(torch.addcmul(self.weighted, self.total, shift), scale),
+            products,
+        )
+
+    def statistics(self) -> Tensor:
+        """Return log-sum-exp, Σ p², entropy and maximum of each row, [4, h, q]."""
+        logarithm = self.total.log()
+        entropy = (logarithm - self.weighted / self.total).clamp_min_(0.0)
+        square_sum = self.square / self.total.square()
+        return torch.stack([self.largest + logarithm, square_sum, entropy, self.total.reciprocal()])
+
+
+def _exponential_sums(
+    scores: Tensor, exponentials: Tensor, basis: Tensor | None, earlier: _ExponentialSums | None
+) -> _ExponentialSums:
+    """Sum over a block of keys about the largest logit so far; overwrite both buffers."""
+    largest = scores.amax(-1)
+    if earlier is not None:
+        largest = torch.maximum(largest, earlier.largest)
+    torch.exp(scores.sub_(largest[..., None]), out=exponentials)
+    return _ExponentialSums(
+        largest,
+        exponentials.sum(-1),
+        torch.linalg.vector_norm(exponentials, dim=-1).square_(),
+        scores.mul_(exponentials).sum(-1),
+        None if basis is None else exponentials @ basis,
+    )
