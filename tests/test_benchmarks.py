@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks import __main__ as runner
-from benchmarks import picture
+from benchmarks import picture, registry
 from benchmarks.growth import LENGTHS
 from benchmarks.registry import CASES, Check, Comparison, case, seconds
 
@@ -66,11 +66,23 @@ def test_an_unknown_case_is_named(cases, capsys):
     assert "no case wrong; there are: right" in capsys.readouterr().err
 
 
-def test_functions_are_timed_in_turn():
+def test_functions_are_timed_in_turn(monkeypatch):
+    monkeypatch.setattr(registry, "_SETTLING", 0.0)
     calls = []
     times = seconds(lambda: calls.append("a"), lambda: calls.append("b"), repeats=2, warm_up=1)
     assert calls == ["a", "b"] * 3
     assert len(times) == 2 and min(times) >= 0
+
+
+def test_a_short_function_settles_before_it_is_timed(monkeypatch):
+    clock, taken = [0.0], iter([0.2, 0.03, 0.02, 1.0])  # the first run, as after other threads
+    monkeypatch.setattr(registry.time, "perf_counter", lambda: clock[0])
+
+    def run():
+        clock[0] += next(taken)
+
+    assert seconds(run, repeats=1, warm_up=0) == [pytest.approx(0.02)]
+    assert seconds(run, repeats=1, warm_up=0) == [1.0]
 
 
 def test_effective_attention_is_a_case_and_its_first_check_passes():

@@ -145,8 +145,6 @@ def require_finite(tensor: Tensor, name: str, keys: Tensor | None) -> None:
     bad = ~torch.isfinite(tensor)
     if keys is not None:
         bad = bad & keys
-    if keys is not None:
-        bad = bad & keys
     if bool(bad.any()):
         example, head = bad.flatten(2).any(-1).nonzero()[0].tolist()
         raise NonFiniteError(
