@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from attnlens import AttnLensError, AttnLensWarning, HeadStatistics, InputError, Lens, Recording
+from attnlens.functional import values as values_module
+from attnlens.functional.values import square_sums
 from attnlens.observers import HeadStatisticsResult
 from tests import models
 from tests.captures import dense_statistics, synthetic_capture
@@ -293,3 +295,25 @@ def test_layers_of_other_widths_are_padded_with_nan() -> None:
         observer = HeadStatistics()
         observer.update(synthetic_capture())
         observer.update(synthetic_capture(heads=2))
+
+
+@pytest.mark.parametrize("elements", [1, 1 << 19])
+@pytest.mark.parametrize("spread", [1.0, 1e-4])
+def test_square_sums_keep_small_differences(
+    elements: int, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that hardly differ, padding on the left, NaN where a row does not count."""
+    monkeypatch.setattr(values_module, "_BLOCK_ELEMENTS", elements)
+    generator = torch.Generator().manual_seed(0)
+    rows = 1 + spread * torch.randn(2, 300, 3, 8, generator=generator).transpose(1, 2)
+    keep = torch.rand(2, 3, 300, generator=generator) < 0.7
+    keep[1, :, :200] = False
+    mapping = torch.randn(3, 8, 5, generator=generator, dtype=torch.float64)
+    found = square_sums(rows.masked_fill(~keep[..., None], torch.nan), keep, [mapping, None])
+    exact = rows.double() * keep[..., None]
+    for squares, image in zip(found.squares, (exact @ mapping, exact), strict=True):
+        common = image.sum(-2) / keep.sum(-1, keepdim=True)
+        about_the_mean = squares - keep.sum(-1) * common.square().sum(-1)
+        expected = ((image - common[..., None, :]) * keep[..., None]).square().sum((-2, -1))
+        torch.testing.assert_close(about_the_mean, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.total, exact.sum(-2), rtol=1e-7, atol=0)

@@ -1,8 +1,7 @@
 """Closed forms: what can be said of A and A⊥ without building either.
 
-`P` is an orthogonal projector, so `⟨A, A⊥⟩ = ‖A⊥‖²`, and everything about A⊥ that is quadratic
-follows from `E × E` matrices: with `G = VᵀV`, `S = OᵀO` and `O = A V`,
-`‖A⊥‖² = tr(G⁺ S)` and the sum of all entries of A⊥ is `(1ᵀO) G⁺ (Vᵀ1)`.
+`P` is an orthogonal projector, so `⟨A, A⊥⟩ = ‖A⊥‖²`. With `O = A V` and `W Wᵀ = (VᵀV)⁺`,
+`‖A⊥‖ = ‖O W‖`, and the sum of all entries of A⊥ is `(1ᵀO) W Wᵀ (Vᵀ1)`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 from attnlens.functional.factor import factor_values
 from attnlens.functional.rowwise import RowwiseBasis
 from attnlens.functional.support import Support
-from attnlens.functional.values import row_moments, selected_rows
+from attnlens.functional.values import row_moments, selected_rows, square_sums
 
 # Squared sine of the angle under which the constant vector counts as inside the value space.
 _INSIDE = 1e-8
@@ -108,25 +107,22 @@ def null_space_sums(
     active = support.active(context.shape[-2]) if active is None else active
     groups = context.shape[1] // values.shape[1]
     keys = _keys_of_heads(support, values.shape[1])
-    # float64 throughout: the variance of near-uniform attention is a small difference of sums
     gram, value_total = row_moments(values, keys)
-    moment, context_total = row_moments(context, active)
     finite = torch.isfinite(gram.diagonal(dim1=-2, dim2=-1)).all(-1)  # sums of squares
     if not bool(finite.all()):  # an eigensolver may hang or raise on NaN
         kept = finite[..., None, None]
         values, gram = torch.where(kept, values, 0.0), torch.where(kept, gram, 0.0)
         value_total = torch.where(finite[..., None], value_total, 0.0)
-    root = None if output_root is None else output_root.to(moment)
-    output = (
-        moment.diagonal(dim1=-2, dim2=-1).sum(-1)
-        if root is None
-        else torch.linalg.vecdot(moment.flatten(2), (root @ root.mT).flatten(1))
-    )
+    root = None if output_root is None else output_root.to(gram)
     factor, rank = whitening or _whitening(values, gram, keys, rtol)
+    active = active.expand(context.shape[:3])
     if support.shared:
-        totals = (value_total, context_total)
-        parts = _shared_parts(totals, moment, factor, rank, support, groups)
+        coordinates = factor.repeat_interleave(groups, 1) if groups > 1 else factor
+        (effective, output), context_total = square_sums(context, active, [coordinates, root])
+        parts = _shared_parts(value_total, context_total, factor, rank, support)
+        parts["effective_square"] = effective
     else:
+        (output,), _ = square_sums(context, active, [root])
         values = selected_rows(values, keys, torch.float64)
         context = selected_rows(context, active, torch.float64)
         parts = _rowwise_parts(values, context, active, support, rtol, groups)
@@ -188,19 +184,15 @@ def _gram_condition(gram: Tensor, rank: Tensor) -> Tensor:
 
 
 def _shared_parts(
-    totals: tuple[Tensor, Tensor],
-    moment: Tensor,
-    factor: Tensor,
-    rank: Tensor,
-    support: Support,
-    groups: int,
+    value_total: Tensor, context_total: Tensor, factor: Tensor, rank: Tensor, support: Support
 ) -> dict[str, Tensor]:
     """Null-space fields where all rows of an example share their keys."""
-    values, context = totals  # Σ v: [B, Hv, E], Σ o: [B, H, E]
-    tokens = support.tokens.double().expand(context.shape[:2])
-    ones = torch.einsum("bhe,bhef->bhf", values, factor)  # 1ᵀU: [B, Hv, R]
+    tokens = support.tokens.double().expand(context_total.shape[:2])
+    ones = torch.einsum("bhe,bhef->bhf", value_total, factor)  # 1ᵀU: [B, Hv, R]
+    seen = torch.einsum("bhf,bhef->bhe", ones, factor)  # G⁺ Vᵀ1: [B, Hv, E]
+    groups = tokens.shape[1] // rank.shape[1]
     if groups > 1:
-        factor, ones, rank = (t.repeat_interleave(groups, 1) for t in (factor, ones, rank))
+        ones, seen, rank = (t.repeat_interleave(groups, 1) for t in (ones, seen, rank))
     outside = (rank < tokens) & (tokens - ones.square().sum(-1) > _INSIDE * tokens)
     nullity = tokens - rank
     return {
@@ -209,8 +201,7 @@ def _shared_parts(
         "nullity_min": nullity,
         "nullity_max": nullity,
         "simplex_nullity": nullity - outside.double(),
-        "effective_square": torch.linalg.vecdot((moment @ factor).flatten(2), factor.flatten(2)),
-        "effective_total": torch.einsum("bhd,bhdr,bhr->bh", context, factor, ones),
+        "effective_total": torch.linalg.vecdot(context_total, seen),
     }
 
 

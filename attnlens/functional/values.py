@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from attnlens.errors import NonFiniteError
 from attnlens.functional.factor import default_rtol, provably_regular
 
-_BLOCK_BYTES = 2 << 20
+_BLOCK_ELEMENTS = 1 << 19
 
 
 def prepare_values(
@@ -51,8 +52,9 @@ def selected_rows(tensor: Tensor, keep: Tensor, dtype: torch.dtype) -> Tensor:
         `[B, H, N, D]`, contiguous.
     """
     copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
-    if not bool(keep.all()):
-        copy.masked_fill_(~keep[..., None], 0.0)
+    left_out = (~keep.expand(copy.shape[:-1])).flatten().nonzero()[:, 0]
+    if len(left_out):  # by row: a mask that is broadcast along them takes five times as long
+        copy.flatten(0, 2).index_fill_(0, left_out, 0.0)
     return copy
 
 
@@ -78,19 +80,90 @@ def row_moments(tensor: Tensor, keep: Tensor) -> RowMoments:
     Returns:
         The sums.
     """
-    batch, heads, rows, width = tensor.shape
-    gram = tensor.new_zeros((batch * heads, width, width), dtype=torch.float64)
+    batch, heads, _, width = tensor.shape
+    gram = tensor.new_zeros((batch, heads, width, width), dtype=torch.float64)
     total = tensor.new_zeros((batch, heads, width), dtype=torch.float64)
-    # a block that stays in the cache: the conversion of all rows at once costs as much as the sums
-    size = rows if tensor.is_cuda else max(_BLOCK_BYTES // max(batch * heads * width * 8, 1), 64)
-    for block, kept in zip(tensor.split(size, 2), keep.split(size, 2), strict=True):
-        part = block.new_empty(block.shape, dtype=torch.float64).copy_(block)
-        if not bool(kept.all()):
-            part.masked_fill_(~kept[..., None], 0.0)
-        total += part.sum(-2)
-        part = part.flatten(0, 1)
-        gram.baddbmm_(part.mT, part)
-    return RowMoments(gram.unflatten(0, (batch, heads)), total)
+    for some, rows in _blocks(tensor):
+        block = selected_rows(tensor[some, :, rows], keep[some, :, rows], torch.float64)
+        total[some] += block.sum(-2)
+        block = block.flatten(0, 1)
+        gram[some].flatten(0, 1).baddbmm_(block.mT, block)
+    return RowMoments(gram, total)
+
+
+class SquareSums(NamedTuple):
+    """Sums over the rows that count.
+
+    Attributes:
+        squares: `Σ ‖x X‖²` for each X, `[B, H]` float64.
+        total: `[B, H, E]` float64, `Σ x`.
+    """
+
+    squares: list[Tensor]
+    total: Tensor
+
+
+def square_sums(tensor: Tensor, keep: Tensor, maps: Sequence[Tensor | None]) -> SquareSums:
+    """Sum the squared norms of rows under linear maps, in the precision of the rows.
+
+    What the rows have in common is split off and added in float64, so that rows that hardly
+    differ keep their differences: `Σ‖x X‖² = Σ‖(x − m) X‖² + ⟨(2 Σ(x − m) + n m) X, m X⟩` for any
+    m, here the mean of the first rows that count.
+
+    Args:
+        tensor: `[B, H, N, E]`, in any layout and precision.
+        keep: `[B, H, N]` bool; rows elsewhere may hold anything, NaN included.
+        maps: each `[B, H, E, P]` or `[H, E, P]` float64, or None for the identity.
+
+    Returns:
+        The sums.
+    """
+    batch, heads, _, width = tensor.shape
+    dtype = working_dtype(tensor)
+    narrow = [x if x is None else x.expand(batch, *x.shape[-3:]).to(dtype) for x in maps]
+    count = keep.new_zeros((batch, heads, 1), dtype=torch.int64)
+    shift = tensor.new_zeros((batch, heads, width), dtype=dtype)
+    rest = tensor.new_zeros((batch, heads, width), dtype=torch.float64)
+    squares = [tensor.new_zeros((batch, heads), dtype=torch.float64) for _ in maps]
+    for some, rows in _blocks(tensor):
+        kept = keep[some, :, rows]
+        size = kept.sum(-1, keepdim=True)
+        block = selected_rows(tensor[some, :, rows], kept, dtype)
+        mean = block.sum(-2) / size.clamp(min=1)
+        shift[some] = torch.where(count[some] > 0, shift[some], mean)
+        count[some] += size
+        block = block.flatten(0, 1)
+        # only where a row counts; the others stay zero
+        column = kept.flatten(0, 1)[..., None].to(dtype)
+        block.baddbmm_(column, shift[some].flatten(0, 1)[:, None], alpha=-1)
+        rest[some] += block.sum(-2).view_as(mean)
+        for square, x in zip(squares, narrow, strict=True):
+            image = block if x is None else block @ x[some].flatten(0, 1)
+            norms = torch.linalg.vector_norm(image, dim=-1)
+            square[some] += norms.square_().sum(-1).view_as(square[some])
+    common = shift.double()
+    total = rest + count * common
+    pair = torch.stack([common, total + rest], -2)
+    for square, x in zip(squares, maps, strict=True):
+        first, second = (pair if x is None else pair @ x).unbind(-2)
+        square += torch.linalg.vecdot(first, second)
+    return SquareSums(squares, total)
+
+
+def _blocks(tensor: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Split `[B, H, N, E]` into examples and rows that stay in the cache while they are used.
+
+    Converting all rows at once costs as much as the sums over them.
+
+    Yields:
+        Slices of the examples and of the rows.
+    """
+    batch, heads, rows, width = tensor.shape
+    size = rows if tensor.is_cuda else max(_BLOCK_ELEMENTS // max(heads * width, 1), 64)
+    count = batch if tensor.is_cuda else max(size // max(rows, 1), 1)
+    for first in range(0, batch, count):
+        for start in range(0, rows, size):
+            yield slice(first, first + count), slice(start, start + size)
 
 
 def deficiency_factor(
