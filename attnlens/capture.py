@@ -243,6 +243,11 @@ class Capture:
         return "V" if self.output is None else "T"
 
     @property
+    def value_factor(self) -> Tensor | None:
+        """`[H, D, D]` float64 C with `LN(V H) = LN(V C)`; None where V itself serves."""
+        return None if self.output is None else self.output.factor
+
+    @property
     def exact_context(self) -> bool:
         """Whether `context` is `A V` to float32 precision: wide enough and without dropout."""
         return self.dropout == 0 and self.context.dtype in (torch.float32, torch.float64)
@@ -317,10 +322,23 @@ class Capture:
         Returns:
             `[B, H or Hkv, K, E]`: V itself, or `V C` in float64 where H is rank-deficient.
         """
-        factor = None if self.output is None else self.output.factor
+        factor = self.value_factor
         per_head = factor is not None or self.support.keys.shape[1] > 1
         value = self.grouped_value if grouped and not per_head else self.value
         return value if factor is None else value.double() @ factor.to(value.device)
+
+    def reached_context(self) -> Tensor:
+        """Return the model's outputs `A V` in the space of :meth:`reached_values`.
+
+        Returns:
+            `[B, H, Q, E]`: the context itself, or `O C` in float64 where H is rank-deficient.
+        """
+        factor = self.value_factor
+        return (
+            self.context
+            if factor is None
+            else self.context.double() @ factor.to(self.context.device)
+        )
 
     def value_basis(
         self, simplex: bool = False, rtol: float | None = None

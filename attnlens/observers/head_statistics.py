@@ -126,15 +126,13 @@ class HeadStatistics(SumObserver):
         rtol = default_rtol(keys, width) if self.rtol is None else self.rtol
         output = capture.output
         if capture.exact_context:
-            context = capture.context
-            if output is not None and output.factor is not None:
-                context = context.double() @ output.factor.to(context.device)
+            context = capture.reached_context()
             rows = streamed_rows(capture) if self.fields == "all" else None
             space, whitening = capture.reached_values(grouped=True), kernel_whitening(capture, rtol)
         else:
             context, rows, whitening = recomputed_context(capture, self.fields == "all", rtol)
             space = capture.reached_values(grouped=whitening is None)
-        root = output.root if output is not None and output.factor is None else None
+        root = output.root if output is not None and capture.value_factor is None else None
         active = capture.real_rows.expand(*context.shape[:3])
         null_space = null_space_sums(space, context, capture.support, rtol, root, active, whitening)
         self.add((capture.stack, capture.layer), _sums(capture, null_space, rows, active))

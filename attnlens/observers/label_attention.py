@@ -113,11 +113,10 @@ class LabelAttention(SumObserver):
         labels = self._computed if callable(self.labels) else self.labels
         members = label_members(labels, capture.support.keys, len(self.label_names))
         basis, finite = finite_basis(capture, rtol)
-        context = capture.context
-        if not capture.exact_context:
+        if capture.exact_context:
+            context = capture.reached_context()
+        else:
             context = recomputed_context(capture, False, rtol).context
-        elif capture.output is not None and capture.output.factor is not None:
-            context = context.double() @ capture.output.factor.to(context.device)
         active = capture.real_rows.expand(*context.shape[:3])
         received = streamed_product(capture, members)
         means = label_means(basis, context, received, members, active)

@@ -177,8 +177,8 @@ def kernel_whitening(capture: Capture, rtol: float) -> tuple[Tensor, Tensor] | N
         PyTorch serves the call.
     """
     value, support = capture.grouped_value, capture.support
-    deficient = capture.output is not None and capture.output.factor is not None
-    if deficient or not support.shared or support.keys.shape[1] not in (1, value.shape[1]):
+    grouped = support.keys.shape[1] in (1, value.shape[1])
+    if capture.value_factor is not None or not support.shared or not grouped:
         return None
     if resolve(capture.backend, value.device, dtype=value.dtype, width=value.shape[-1]) == "torch":
         return None
