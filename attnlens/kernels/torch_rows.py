@@ -158,7 +158,7 @@ def _fill_example(
             bias = keys.logit_bias(group, rows, block, block.stop > everywhere)
             tile_key = keys.key[group, block]
             shape = (*tile_query.shape[:2], tile_key.shape[1])
-            scores, exponentials = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+            scores, probabilities = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
             torch.baddbmm(
                 scores if bias is None else bias,
                 tile_query,
@@ -168,7 +168,7 @@ def _fill_example(
                 out=scores,
             )
             basis = None if keys.basis is None else keys.basis[group, block]
-            part = _exponential_sums(scores, exponentials, basis, sums)
+            part = _exponential_sums(scores, probabilities, basis)
             sums = part if sums is None else sums.merged(part)
         if sums is not None:
             statistics[:, group, rows] = sums.statistics()
@@ -190,19 +190,31 @@ class _ExponentialSums:
     weighted: Tensor  # Σ e (s − m)
     products: Tensor | None  # Σ e u, [h, q, R]
 
-    def merged(self, later: "_ExponentialSums") -> "_ExponentialSums":
-        """Add the sums over more keys, taken about a maximum no smaller than this one."""
-        shift = self.largest - later.largest
-        scale = shift.exp()
+    def merged(self, other: "_ExponentialSums") -> "_ExponentialSums":
+        """Add the sums over other keys."""
+        largest = torch.maximum(self.largest, other.largest)
+        one, two = self._about(largest), other._about(largest)
         products = None
-        if self.products is not None and later.products is not None:
-            products = later.products.addcmul_(self.products, scale[..., None])
+        if one.products is not None and two.products is not None:
+            products = one.products + two.products
         return _ExponentialSums(
-            later.largest,
-            later.total.addcmul_(self.total, scale),
-            later.square.addcmul_(self.square, scale.square()),
-            later.weighted.addcmul_(torch.addcmul(self.weighted, self.total, shift), scale),
+            largest,
+            one.total + two.total,
+            one.square + two.square,
+            one.weighted + two.weighted,
             products,
+        )
+
+    def _about(self, largest: Tensor) -> "_ExponentialSums":
+        """Return the same sums with another m."""
+        shift = self.largest - largest
+        scale = shift.exp()
+        return _ExponentialSums(
+            largest,
+            self.total * scale,
+            self.square * scale.square(),
+            torch.addcmul(self.weighted, self.total, shift) * scale,
+            None if self.products is None else self.products * scale[..., None],
         )
 
     def statistics(self) -> Tensor:
@@ -214,17 +226,17 @@ class _ExponentialSums:
 
 
 def _exponential_sums(
-    scores: Tensor, exponentials: Tensor, basis: Tensor | None, earlier: _ExponentialSums | None
+    scores: Tensor, probabilities: Tensor, basis: Tensor | None
 ) -> _ExponentialSums:
-    """Sum over a block of keys about the largest logit so far; overwrite both buffers."""
+    """Sum over a block of keys; overwrite both buffers."""
     largest = scores.amax(-1)
-    if earlier is not None:
-        largest = torch.maximum(largest, earlier.largest)
-    torch.exp(scores.sub_(largest[..., None]), out=exponentials)
+    # softmax is faster than exp; the largest e is 1, so e is p over the largest p
+    torch.softmax(scores.sub_(largest[..., None]), -1, out=probabilities)
+    total = probabilities.amax(-1).reciprocal_()
     return _ExponentialSums(
         largest,
-        exponentials.sum(-1),
-        torch.linalg.vector_norm(exponentials, dim=-1).square_(),
-        scores.mul_(exponentials).sum(-1),
-        None if basis is None else exponentials @ basis,
+        total,
+        torch.linalg.vector_norm(probabilities, dim=-1).mul_(total).square_(),
+        scores.mul_(probabilities).sum(-1).mul_(total),
+        None if basis is None else (probabilities @ basis).mul_(total[..., None]),
     )
