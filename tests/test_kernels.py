@@ -392,6 +392,32 @@ def test_torch_twins_allocate_nothing_quadratic(monkeypatch):
     assert 0 < record.largest <= 3 * 512 * 8  # linear in the tokens: a tile or a tensor like q
 
 
+class Products(TorchDispatchMode):
+    """Counts the products of queries and keys."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.baddbmm.out
+        return function(*args, **kwargs or {})
+
+
+def test_blocks_that_no_row_sees_are_left_out(monkeypatch):
+    """A window of 8 costs three blocks a tile at most, whatever the length; causal half of all."""
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 1024)  # 16 rows by 16 keys by 4 heads
+    query, key = normal(1, 2, 256, 8), normal(1, 2, 256, 8, seed=1)
+    positions = torch.arange(256, device=DEVICE)
+    window = (positions - positions[:, None]).abs() <= 4
+    for options, products in (
+        ({"mask": window[None, None]}, 16 + 2 * 15),
+        ({"causal": True}, 16 * 17 // 2),
+        ({}, 16 * 16),
+    ):
+        with Products() as record:
+            kernels.row_statistics(query, key, scaling=0.3, backend="torch", **options)
+        assert record.count == products
+
+
 # Effective attention ---------------------------------------------------------------------------
 
 

@@ -69,6 +69,7 @@ class _AttendedKeys:
     """The keys of one example that some row attends to; the others are dropped unread."""
 
     positions: Tensor  # [K'], ascending
+    columns: Tensor | slice  # the same, as a slice where they follow one another
     key: Tensor  # [H, K', D]
     basis: Tensor | None  # [H, K', R]
     mask: Tensor | None  # [1|H, 1|Q, K], None where every row sees all of these keys
@@ -94,33 +95,49 @@ class _AttendedKeys:
             positions = seen.nonzero()[:, 0]
             if torch.equal(seen, unanimous):
                 mask = None
+        columns: Tensor | slice = positions
+        if len(positions):
+            first, stop = int(positions[0]), int(positions[-1]) + 1
+            columns = slice(first, stop) if stop - first == len(positions) else positions
 
         def select(rows: Tensor) -> Tensor:
-            rows = rows[example]
-            if len(positions) < rows.shape[-2]:
-                rows = rows[:, positions]
+            rows = rows[example][:, columns]
             group = heads // len(rows)
             return (rows.repeat_interleave(group, 0) if group > 1 else rows).to(dtype)
 
-        return cls(positions, select(key), None if basis is None else select(basis), mask, bias)
+        selected = None if basis is None else select(basis)
+        return cls(positions, columns, select(key), selected, mask, bias)
 
-    def logit_bias(self, heads: slice, rows: slice, block: slice, causal: bool) -> Tensor | None:
-        """Return what is added to the scaled logits of a block, [1|h, 1|q, k], or None."""
+    def hidden(self, heads: slice, rows: slice, block: slice, causal: bool) -> Tensor | None:
+        """Return which keys of a block rows may not attend to, [1|h, 1|q, k], or None."""
         positions = self.positions[block]
-        added = None
-        if self.bias is not None:
-            added = _tile(self.bias, heads, rows)[..., positions].to(self.key.dtype)
-            added = added.clamp_min(MASKED)
-        hidden = None if self.mask is None else ~_tile(self.mask, heads, rows)[..., positions]
+        hidden = None if self.mask is None else ~self._of_block(self.mask, heads, rows, block)
         if causal:
             row_positions = torch.arange(rows.start, rows.stop, device=positions.device)
             future = positions > row_positions[:, None]
             hidden = future[None] if hidden is None else hidden | future
+        return hidden
+
+    def logit_bias(
+        self, heads: slice, rows: slice, block: slice, hidden: Tensor | None
+    ) -> Tensor | None:
+        """Return what is added to the scaled logits of a block, [1|h, 1|q, k], or None."""
+        added = None
+        if self.bias is not None:
+            added = self._of_block(self.bias, heads, rows, block).to(self.key.dtype)
+            added = added.clamp_min(MASKED)
         if hidden is None:
             return added
-        if added is None:
-            added = self.key.new_zeros(())
-        return torch.where(hidden, MASKED, added)
+        return torch.where(hidden, MASKED, self.key.new_zeros(()) if added is None else added)
+
+    def _of_block(self, tensor: Tensor, heads: slice, rows: slice, block: slice) -> Tensor:
+        """Return the block's part of a tensor [1|H, 1|Q, K]."""
+        tensor = tensor[heads] if len(tensor) > 1 else tensor
+        tensor = tensor[:, rows] if tensor.shape[1] > 1 else tensor
+        if isinstance(self.columns, Tensor):
+            return tensor[..., self.columns[block]]
+        first = self.columns.start
+        return tensor[..., first + block.start : first + block.stop]
 
     def visible(self, row: int) -> int:
         """Return how many of these keys a row may attend to under a causal mask."""
@@ -129,12 +146,6 @@ class _AttendedKeys:
 
 def _of_example(tensor: Tensor | None, example: int) -> Tensor | None:
     return None if tensor is None else tensor[example if len(tensor) > 1 else 0]
-
-
-def _tile(tensor: Tensor, heads: slice, rows: slice) -> Tensor:
-    """Return the tile's part of a tensor [1|H, 1|Q, K]."""
-    tensor = tensor[heads] if len(tensor) > 1 else tensor
-    return tensor[:, rows] if tensor.shape[1] > 1 else tensor
 
 
 def _fill_example(
@@ -155,7 +166,10 @@ def _fill_example(
         )
         tile_query, sums = query[group, rows], None
         for block in blocks(count, stop):
-            bias = keys.logit_bias(group, rows, block, block.stop > everywhere)
+            hidden = keys.hidden(group, rows, block, block.stop > everywhere)
+            if hidden is not None and bool(hidden.view(torch.uint8).amin()):
+                continue  # as most blocks of a sliding window
+            bias = keys.logit_bias(group, rows, block, hidden)
             tile_key = keys.key[group, block]
             shape = (*tile_query.shape[:2], tile_key.shape[1])
             scores, probabilities = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
