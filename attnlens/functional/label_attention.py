@@ -100,7 +100,8 @@ def _row_sums(basis: RowwiseBasis, context: Tensor, received: Tensor, members: T
     """The same where the keys differ by row, `[B, H, Q, G]`."""
     result = torch.zeros_like(received)
     for chunk in basis.groups():
-        of_label = (chunk.keys & member for member in members[chunk.example].T)  # [g, K]
+        there = members[chunk.example, chunk.span]
+        of_label = (chunk.keys & member for member in there.T)  # [g, k]
         columns = torch.stack([keys.double() @ chunk.values for keys in of_label], -1)
         sums = contract("hre,hrel->hrl", chunk.solve(chunk.take(context)), chunk.per_row(columns))
         free = chunk.per_row(chunk.whitening.rank) == chunk.keys.sum(-1)[chunk.group]

@@ -2,7 +2,8 @@
 
 Rows with equal support form a group, and every group has its own projector
 `P = V_S (V_Sᵀ V_S)⁺ V_Sᵀ`. Groups are visited in chunks; inside a chunk of intervals the Gram
-matrices come from running sums of `v vᵀ` that only ever add, so nothing cancels.
+matrices are that of the keys which all have in common plus what each has around them: they only
+ever add, so nothing cancels.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import isqrt
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from attnlens.functional.factor import Whitening, factor_values
 from attnlens.functional.support import Support
 
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 8 << 20
 _REFINEMENTS = 2
 _ROWS_PER_GROUP = 4
 
@@ -31,8 +33,9 @@ class RowGroups:
         heads: slice of heads.
         rows: `[r]` int64, the query rows of all groups of the chunk.
         group: `[r]` int64, the group of each row, in `[0, g)`.
-        keys: `[g, K]` bool, the support of each group.
-        values: `[h, K, E]` float64.
+        span: the k keys that the chunk is about; no row of it may attend to others.
+        keys: `[g, k]` bool, the support of each group.
+        values: `[h, k, E]` float64.
         whitening: factors `[h, g, E, E]`, ranks `[h, g]`.
     """
 
@@ -40,6 +43,7 @@ class RowGroups:
     heads: slice
     rows: Tensor
     group: Tensor
+    span: slice
     keys: Tensor
     values: Tensor
     whitening: Whitening
@@ -149,8 +153,8 @@ class RowwiseBasis:
         """
         result = torch.zeros(attention.shape, dtype=self.dtype, device=attention.device)
         for chunk in self.groups():
-            rows = chunk.take(attention).double() * chunk.keys[chunk.group]
-            chunk.scatter(result, self._project(chunk, rows))
+            rows = chunk.take(attention[..., chunk.span]).double() * chunk.keys[chunk.group]
+            chunk.scatter(result[..., chunk.span], self._project(chunk, rows))
         return result
 
     @staticmethod
@@ -178,10 +182,10 @@ class RowwiseBasis:
             for index in range(masks):
                 chosen = slice(index, index + 1) if masks > 1 else slice(0, heads)
                 values = self.values[example, chosen]
-                for rows, group, keys, gram in self._chunks(example, index, values):
-                    yield RowGroups(
-                        example, chosen, rows, group, keys, values, self._factor(values, keys, gram)
-                    )
+                for rows, group, span, keys, gram in self._chunks(example, index, values):
+                    seen = values[:, span]
+                    whitening = self._factor(seen, keys, gram)
+                    yield RowGroups(example, chosen, rows, group, span, keys, seen, whitening)
 
     def _factor(self, values: Tensor, keys: Tensor, gram: Tensor) -> Whitening:
         heads, groups, width = gram.shape[:3]
@@ -196,8 +200,8 @@ class RowwiseBasis:
 
     def _chunks(
         self, example: int, index: int, values: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Yield `(rows, group, keys, gram)` for one example and one mask."""
+    ) -> Iterator[tuple[Tensor, Tensor, slice, Tensor, Tensor]]:
+        """Yield `(rows, group, span, keys, gram)` for one example and one mask."""
         real = self.support.keys[example, index]
         if self.support.rows is not None:
             distinct, group = torch.unique(
@@ -207,7 +211,7 @@ class RowwiseBasis:
                 group, distinct.any(-1), self._groups_per_chunk(values)
             ):
                 keys = distinct[chosen]
-                yield *members, keys, _masked_grams(values, keys)
+                yield *members, slice(None), keys, _masked_grams(values, keys)
             return
         assert self.support.first is not None and self.support.last is not None
         bounds = torch.stack([
@@ -215,11 +219,15 @@ class RowwiseBasis:
             self.support.last[example, index],
         ])
         distinct, group = torch.unique(bounds, dim=1, return_inverse=True)
-        position = torch.arange(real.shape[0], device=real.device)
-        for members, chosen in _interval_batches(distinct, group, self._groups_per_chunk(values)):
+        # neighbouring intervals differ by a key at each end: g of them by 2g keys in all
+        heads, _, width = values.shape
+        size = min(self._groups_per_chunk(values), isqrt(_CHUNK_BYTES // (16 * heads * width)) + 1)
+        for members, chosen in _interval_batches(distinct, group, size):
             first, last = distinct[:, chosen]
-            inside = (position >= first[:, None]) & (position < last[:, None]) & real
-            yield *members, inside, _interval_grams(values, first, last)
+            span = slice(int(first.amin()), int(last.amax()))
+            position = torch.arange(span.start, span.stop, device=real.device)
+            inside = (position >= first[:, None]) & (position < last[:, None]) & real[span]
+            yield *members, span, inside, _interval_grams(values[:, span], inside)
 
     def _groups_per_chunk(self, values: Tensor) -> int:
         heads, keys, width = values.shape
@@ -269,23 +277,14 @@ def _members(group: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 def _masked_grams(values: Tensor, keys: Tensor) -> Tensor:
     """Gram matrices of arbitrary supports: `[h, K, E]`, `[g, K]` to `[h, g, E, E]`."""
-    selected = values[:, None] * keys[:, :, None]
-    return selected.mT @ values[:, None]
+    # all groups of a head in one product
+    selected = values.mT.contiguous()[:, None] * keys[:, None]
+    return (selected.flatten(1, 2) @ values).unflatten(1, (len(keys), -1))
 
 
-def _interval_grams(values: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """Gram matrices of overlapping intervals: `[h, K, E]`, `[g]`, `[g]` to `[h, g, E, E]`."""
-    # every interval is a left part, the common core and a right part; the parts only add up
-    begin, left_end = first.amin(), first.amax()
-    right_begin, end = last.amin(), last.amax()
-    core = values[:, left_end:right_begin]
-    left = _running_outer(values[:, begin:left_end].flip(1))  # suffix sums
-    right = _running_outer(values[:, right_begin:end])
-    common = (core.mT @ core)[:, None]
-    return common + left[:, left_end - first] + right[:, last - right_begin]
-
-
-def _running_outer(values: Tensor) -> Tensor:
-    """Sums of `v vᵀ` over the first 0, 1, … rows: `[h, m, E]` to `[h, m + 1, E, E]`."""
-    outer = values[..., :, None] * values[..., None, :]
-    return torch.nn.functional.pad(outer.cumsum(1), (0, 0, 0, 0, 1, 0))
+def _interval_grams(values: Tensor, keys: Tensor) -> Tensor:
+    """Gram matrices of supports with a core in common: `[h, k, E]`, `[g, k]` to `[h, g, E, E]`."""
+    # the core once, and for each what it has of the keys around; sums only add up
+    common = keys.all(0)
+    core, around = values[:, common], ~common
+    return (core.mT @ core)[:, None] + _masked_grams(values[:, around], keys[:, around])

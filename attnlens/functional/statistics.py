@@ -217,7 +217,7 @@ def _rowwise_parts(
     for chunk in basis.groups():
         output = chunk.take(context)
         keys = chunk.keys.to(values.dtype)
-        column = torch.einsum("gk,hke->hge", keys, chunk.values)
+        column = keys @ chunk.values
         ones = torch.einsum("hge,hgef->hgf", column, chunk.whitening.factor)
         coordinates = chunk.coordinates(output)
         size = keys.sum(-1)
