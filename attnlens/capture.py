@@ -334,11 +334,9 @@ class Capture:
             `[B, H, Q, E]`: the context itself, or `O C` in float64 where H is rank-deficient.
         """
         factor = self.value_factor
-        return (
-            self.context
-            if factor is None
-            else self.context.double() @ factor.to(self.context.device)
-        )
+        if factor is None:
+            return self.context
+        return self.context.double() @ factor.to(self.context.device)
 
     def value_basis(
         self, simplex: bool = False, rtol: float | None = None

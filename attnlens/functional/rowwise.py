@@ -2,8 +2,8 @@
 
 Rows with equal support form a group, and every group has its own projector
 `P = V_S (V_Sᵀ V_S)⁺ V_Sᵀ`. Groups are visited in chunks; inside a chunk of intervals the Gram
-matrices are that of the keys which all have in common plus what each has around them: they only
-ever add, so nothing cancels.
+matrices add up the keys that all have in common and those that each has around them, so nothing
+cancels.
 """
 
 from __future__ import annotations
@@ -286,5 +286,5 @@ def _interval_grams(values: Tensor, keys: Tensor) -> Tensor:
     """Gram matrices of supports with a core in common: `[h, k, E]`, `[g, k]` to `[h, g, E, E]`."""
     # the core once, and for each what it has of the keys around; sums only add up
     common = keys.all(0)
-    core, around = values[:, common], ~common
+    core, around = values[:, common], keys.any(0) & ~common
     return (core.mT @ core)[:, None] + _masked_grams(values[:, around], keys[:, around])
