@@ -62,7 +62,7 @@ class Comparison:
 
 Step = Check | Comparison
 
-_SETTLING = 0.25  # seconds
+_SETTLING = 0.5  # seconds
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def case(name: str, *, by_name: bool = False) -> Callable[[Steps], Steps]:
 def seconds(*functions: Callable[[], Any], repeats: int = 5, warm_up: int = 1) -> list[float]:
     """Time functions in turn, so that a slow moment of the machine hits all of them.
 
-    A short one runs for a quarter of a second before its last run counts: the threads of the
-    library before it keep a core busy for a while after their work is done.
+    A short one runs for half a second, of which the later half counts: the threads of the library
+    before it keep a core busy for a while after their work is done.
 
     Args:
         *functions: what to time.
@@ -132,12 +132,12 @@ def seconds(*functions: Callable[[], Any], repeats: int = 5, warm_up: int = 1) -
 
 
 def _settled_seconds(function: Callable[[], Any]) -> float:
+    taken: list[float] = []
     begin = time.perf_counter()
-    while True:
+    while not taken or time.perf_counter() - begin < _SETTLING:
         start = time.perf_counter()
         function()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        end = time.perf_counter()
-        if end - begin >= _SETTLING:
-            return end - start
+        taken.append(time.perf_counter() - start)
+    return median(taken[len(taken) // 2 :])
