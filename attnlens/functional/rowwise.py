@@ -1,9 +1,8 @@
 """Projectors for masks that differ from row to row: causal, sliding-window, packed, arbitrary.
 
 Rows with equal support form a group, and every group has its own projector
-`P = V_S (V_Sᵀ V_S)⁺ V_Sᵀ`. Groups are visited in chunks; inside a chunk of intervals the Gram
-matrices add up the keys that all have in common and those that each has around them, so nothing
-cancels.
+`P = V_S (V_Sᵀ V_S)⁺ V_Sᵀ`. Groups are visited in chunks; inside a chunk the Gram matrices add up
+the keys that all have in common and those that each has besides, so nothing cancels.
 """
 
 from __future__ import annotations
@@ -211,7 +210,7 @@ class RowwiseBasis:
                 group, distinct.any(-1), self._groups_per_chunk(values)
             ):
                 keys = distinct[chosen]
-                yield *members, slice(None), keys, _masked_grams(values, keys)
+                yield *members, slice(None), keys, _grams(values, keys)
             return
         assert self.support.first is not None and self.support.last is not None
         bounds = torch.stack([
@@ -227,7 +226,7 @@ class RowwiseBasis:
             span = slice(int(first.amin()), int(last.amax()))
             position = torch.arange(span.start, span.stop, device=real.device)
             inside = (position >= first[:, None]) & (position < last[:, None]) & real[span]
-            yield *members, span, inside, _interval_grams(values[:, span], inside)
+            yield *members, span, inside, _grams(values[:, span], inside)
 
     def _groups_per_chunk(self, values: Tensor) -> int:
         heads, keys, width = values.shape
@@ -275,16 +274,12 @@ def _members(group: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     return rows, local[rows]
 
 
-def _masked_grams(values: Tensor, keys: Tensor) -> Tensor:
-    """Gram matrices of arbitrary supports: `[h, K, E]`, `[g, K]` to `[h, g, E, E]`."""
-    # all groups of a head in one product
-    selected = values.mT.contiguous()[:, None] * keys[:, None]
-    return (selected.flatten(1, 2) @ values).unflatten(1, (len(keys), -1))
-
-
-def _interval_grams(values: Tensor, keys: Tensor) -> Tensor:
-    """Gram matrices of supports with a core in common: `[h, k, E]`, `[g, k]` to `[h, g, E, E]`."""
-    # the core once, and for each what it has of the keys around; sums only add up
+def _grams(values: Tensor, keys: Tensor) -> Tensor:
+    """Gram matrices of a chunk's supports: `[h, k, E]`, `[g, k]` to `[h, g, E, E]`."""
+    # the keys that all have once, then what each has of the others: sums only add up
     common = keys.all(0)
     core, around = values[:, common], keys.any(0) & ~common
-    return (core.mT @ core)[:, None] + _masked_grams(values[:, around], keys[:, around])
+    values, keys = values[:, around], keys[:, around]
+    selected = values.mT.contiguous()[:, None] * keys[:, None]  # all of a head in one product
+    own = (selected.flatten(1, 2) @ values).unflatten(1, (len(keys), -1))
+    return (core.mT @ core)[:, None] + own
