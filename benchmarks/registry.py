@@ -62,8 +62,6 @@ class Comparison:
 
 Step = Check | Comparison
 
-_SETTLING = 0.5  # seconds
-
 
 @dataclass(frozen=True)
 class Case:
@@ -107,16 +105,19 @@ def case(name: str, *, by_name: bool = False) -> Callable[[Steps], Steps]:
     return register
 
 
-def seconds(*functions: Callable[[], Any], repeats: int = 5, warm_up: int = 1) -> list[float]:
+def seconds(
+    *functions: Callable[[], Any], repeats: int = 5, warm_up: int = 1, settling: float = 0.5
+) -> list[float]:
     """Time functions in turn, so that a slow moment of the machine hits all of them.
 
-    A short one runs for half a second, of which the later half counts: the threads of the library
+    A short one runs several times, of which the later half counts: the threads of the library
     before it keep a core busy for a while after their work is done.
 
     Args:
         *functions: what to time.
         repeats: how often each is timed.
         warm_up: how often each runs before.
+        settling: for how many seconds a function runs in its turn; at least once.
 
     Returns:
         The median of each, in seconds.
@@ -127,14 +128,14 @@ def seconds(*functions: Callable[[], Any], repeats: int = 5, warm_up: int = 1) -
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):
         for function, taken in zip(functions, times, strict=True):
-            taken.append(_settled_seconds(function))
+            taken.append(_settled_seconds(function, settling))
     return [median(taken) for taken in times]
 
 
-def _settled_seconds(function: Callable[[], Any]) -> float:
+def _settled_seconds(function: Callable[[], Any], settling: float) -> float:
     taken: list[float] = []
     begin = time.perf_counter()
-    while not taken or time.perf_counter() - begin < _SETTLING:
+    while not taken or time.perf_counter() - begin < settling:
         start = time.perf_counter()
         function()
         if torch.cuda.is_available():
