@@ -9,9 +9,17 @@ print(lens.summary())
 
 from typing import TYPE_CHECKING, Any
 
+from attnlens.attention.importance import HeadImportance
+from attnlens.attention.labels import LabelAttention
+from attnlens.attention.maps import EffectiveAttention
+from attnlens.attention.recording import Recording
+from attnlens.attention.statistics import HeadStatistics
+from attnlens.attribution.hidden_tokens import HiddenTokenAttribution
+from attnlens.attribution.saliency import TokenSaliency
 from attnlens.capture import Capture
+from attnlens.checking import Verdict, check
+from attnlens.comparison import compare
 from attnlens.corpus import scan
-from attnlens.drift import compare
 from attnlens.errors import (
     AttnLensError,
     AttnLensWarning,
@@ -21,36 +29,23 @@ from attnlens.errors import (
     NonFiniteError,
     UnsupportedAttentionError,
 )
-from attnlens.heads import (
-    load_pruned,
-    mask_heads,
-    prune_heads,
-    pruning_curve,
-    save_pruned,
-)
-from attnlens.identify import (
-    identifiability,
+from attnlens.identifiability.of_captures import (
+    identify,
     realisability_rank,
     simplex_witness,
     softmax_witness,
 )
 from attnlens.lens import Lens, record
-from attnlens.observers import (
-    EffectiveAttention,
-    HeadImportance,
-    HeadStatistics,
-    HiddenTokenAttribution,
-    LabelAttention,
-    MapTraining,
-    Observer,
-    Recording,
-    TokenIdentifiability,
-    TokenSaliency,
-)
-from attnlens.report.page import Report, report
-from attnlens.storage import load, save
+from attnlens.observer import Observer
+from attnlens.pruning.curve import pruning_curve
+from attnlens.pruning.mask import mask_heads
+from attnlens.pruning.removal import prune_heads
+from attnlens.pruning.storage import load_pruned, save_pruned
+from attnlens.recovery.map_training import MapTraining
+from attnlens.recovery.token_identifiability import TokenIdentifiability
+from attnlens.reporting.page import Report, report
+from attnlens.saving import load, save
 from attnlens.training import monitor
-from attnlens.verdict import Verdict, check
 
 if TYPE_CHECKING:
     from attnlens.training.callback import LensCallback
@@ -76,7 +71,7 @@ __all__ = [
     "MapTraining",
     "Recording",
     # identifiability of one attention call
-    "identifiability",
+    "identify",
     "simplex_witness",
     "softmax_witness",
     "realisability_rank",

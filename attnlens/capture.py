@@ -10,20 +10,22 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attnlens.display import facts_html
+from attnlens.algebra.factors import default_rtol
+from attnlens.algebra.nullspace import ValueBasis, shared_basis
+from attnlens.algebra.rowwise import RowwiseBasis
+from attnlens.algebra.softmax import EmptyRows, attention_weights
+from attnlens.algebra.supports import Support, row_chunks, support_of
+from attnlens.algebra.values import deficiency_factor, prepare_values, row_gram, working_dtype
 from attnlens.errors import CaptureError
-from attnlens.functional.attention import EmptyRows, attention_weights
-from attnlens.functional.factor import default_rtol
-from attnlens.functional.nullspace import ValueBasis, shared_basis
-from attnlens.functional.rowwise import RowwiseBasis
-from attnlens.functional.support import Support, row_chunks, support_of
-from attnlens.functional.values import deficiency_factor, prepare_values, row_gram, working_dtype
 from attnlens.kernels import Backend
+from attnlens.results import facts_html
+from attnlens.saving import storable
 
 Kind = Literal["encoder", "decoder", "cross"]
 Link = Literal["first", "next", "broken"]
 
 
+@storable("part")
 @dataclass(frozen=True, eq=False)
 class Masking:
     """What restricts or shifts the logits of a call, in one convention for every implementation.
@@ -61,6 +63,7 @@ class Masking:
         return self._supports[shape]
 
 
+@storable("part")
 @dataclass(frozen=True, eq=False)
 class OutputProjection:
     """The slices of W_O that read each head's context.
@@ -136,6 +139,7 @@ class HiddenState:
     mask: Tensor
 
 
+@storable("entry")
 @dataclass(frozen=True, eq=False)
 class Capture:
     """One attention call of one site, exactly as the model ran it; every tensor is detached.
@@ -348,7 +352,7 @@ class Capture:
             rtol: relative threshold for the numerical rank.
 
         Returns:
-            The basis: see :func:`attnlens.functional.value_basis`.
+            The basis: see :func:`attnlens.algebra.nullspace.value_basis`.
         """
         rtol = default_rtol(self.shape[3], self.shape[4]) if rtol is None else rtol
         values = self.prepared_values(simplex=simplex)

@@ -17,23 +17,17 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from attnlens.attention.maps import EffectiveAttention, stacked_maps
+from attnlens.attention.recording import Recording
+from attnlens.attention.statistics import HeadStatistics
 from attnlens.capture import Capture, Kind
-from attnlens.display import facts_html
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError, UnsupportedAttentionError
 from attnlens.kernels import Backend, resolve
-from attnlens.model.layers import LayerTap
-from attnlens.model.sites import Catalogue, mixing_module, select
-from attnlens.model.tap import Mode, Tap
-from attnlens.observers import (
-    EffectiveAttention,
-    GradientObserver,
-    HeadStatistics,
-    LayerObserver,
-    Observer,
-    Recording,
-)
-from attnlens.observers.effective_attention import stacked_maps
-from attnlens.report.text import table
+from attnlens.observer import GradientObserver, LayerObserver, Observer
+from attnlens.results import facts_html, table
+from attnlens.tap.layers import LayerTap
+from attnlens.tap.sites import Catalogue, mixing_module, select
+from attnlens.tap.tap import Mode, Tap
 
 
 class Lens:
@@ -141,7 +135,7 @@ class Lens:
         """Return a layer × head table of one field of the first `HeadStatistics`.
 
         Args:
-            field: a field of :class:`~attnlens.observers.HeadStatisticsResult`.
+            field: a field of :class:`~attnlens.attention.statistics.HeadStatisticsResult`.
 
         Returns:
             The table as text, which displays as such.

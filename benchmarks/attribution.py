@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 from attnlens import HiddenTokenAttribution, Lens
+from attnlens.attribution.contributions import AttributionMatrices
 from attnlens.demo import model_folder
-from attnlens.observers import AttributionMatrices
 from benchmarks.registry import Check, Comparison, Step, case, seconds
 
 SENTENCE = (

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, mse_loss
 
-from attnlens.functional.token_maps import (
+from attnlens.recovery.map_training import MapTraining, Tokens, train_maps
+from attnlens.recovery.token_maps import (
     Distance,
     MapKind,
     best_ridge_maps,
     glorot_parameters,
     normal_equations,
 )
-from attnlens.observers import MapTraining
-from attnlens.observers.map_training import Tokens, train_maps
 from benchmarks.registry import Check, Comparison, Step, case, seconds
 
 TOKENS, HELD_OUT = 2048, 512

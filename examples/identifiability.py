@@ -22,8 +22,8 @@ import torch
 
 from attnlens import Lens, MapTraining, TokenIdentifiability
 from attnlens.demo import model_folder, paragraphs
-from attnlens.model.loading import load_text_model
-from attnlens.report.token_rates import rates_table
+from attnlens.reporting.rates_table import rates_table
+from attnlens.texts.loading import load_text_model
 
 QUICK = {
     "linear": MapTraining(learning_rate=3e-3, max_epochs=25, patience=3),

@@ -11,11 +11,12 @@ import transformers as hf
 from torch import Tensor, nn
 
 from attnlens import Capture, CaptureError, HeadStatistics, Lens, Recording, record
-from attnlens.functional import effective_attention, support
-from tests import models, reference
-from tests.captures import synthetic_capture
-from tests.test_rowwise import random_mask
-from tests.tiny import HEADS, WIDTH, TinyAttention, hidden_states
+from attnlens.algebra import supports as support
+from attnlens.algebra.nullspace import effective_attention
+from tests.algebra.test_rowwise import random_mask
+from tests.support import models, reference
+from tests.support.captures import synthetic_capture
+from tests.support.tiny import HEADS, WIDTH, TinyAttention, hidden_states
 
 ALL_KINDS = ("encoder", "decoder", "cross")
 PADDING = (torch.arange(26) < torch.tensor([26, 15, 5])[:, None])[:, None, None]

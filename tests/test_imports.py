@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,35 +19,28 @@ MODULES = {
     for path in sorted(ROOT.rglob("*.py"))
 }
 
-# Each part may import the parts named here, and itself.
-ALLOWED = {
-    "errors": set(),
-    "display": set(),
-    "kernels": {"errors"},
-    "functional": {"errors", "kernels"},
-    "capture": {"display", "errors", "functional", "kernels"},
-    "model": {"errors", "functional", "capture"},
-    "observers": {"display", "errors", "functional", "capture", "kernels"},
-    "report": {"errors", "observers", "storage"},
-    "storage": {"errors", "capture", "functional", "observers"},
-    "demo": {"errors"},
-}
-UPPER = {  # parts that people meet; lower ones must not know them
-    "lens": {"display", "errors", "capture", "kernels", "model", "observers", "report"},
-    "verdict": None,
-    "identify": {"errors", "functional", "capture"},
-    "demo": None,
-    "heads": None,
-    "training": None,
-    "drift": None,
-    "corpus": None,
-    "cli": None,
-    "__init__": None,
-    "__main__": None,
-}
+# A part may import those of the levels below its own, and itself. Nothing is exempt.
+LEVELS = (
+    {"errors"},
+    {"kernels"},
+    {"algebra"},
+    {"files"},
+    {"saving"},
+    {"results"},
+    {"capture"},
+    {"observer"},
+    {"attention", "attribution", "identifiability", "recovery", "tap", "texts", "demo"},
+    {"functional", "lens"},
+    {"checking", "comparison", "corpus", "pruning", "reporting", "training"},
+    {"recipes"},
+    {"cli"},
+    {"__init__", "__main__"},
+)
+LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
+PENDING = {("algebra", "capture"), ("recipes", "cli"), ("recipes", "__init__")}
 CORE = {"torch", "transformers", "numpy", "opt_einsum", "safetensors"}
-EXTRAS_WELCOME = {"cli", "report", "corpus"}  # may import extras at the top of a file
-TRANSFORMERS_WELCOME = {"model", "training"}
+EXTRAS_WELCOME = {"cli", "recipes", "reporting", "corpus"}  # may import extras at the top of a file
+TRANSFORMERS_WELCOME = {"pruning", "tap", "texts", "training"}
 
 
 class Import(NamedTuple):
@@ -57,7 +51,7 @@ class Import(NamedTuple):
 
 
 def part(module: str) -> str:
-    """`attnlens.model.tap` is in `model`; `attnlens` itself is `__init__`."""
+    """`attnlens.tap.tap` is in `model`; `attnlens` itself is `__init__`."""
     names = module.split(".")
     return names[1] if len(names) > 1 else "__init__"
 
@@ -86,17 +80,34 @@ PACKAGES = {name.removesuffix(".__init__") for name in MODULES if name.endswith(
 EVERY_FILE = pytest.mark.parametrize("module", MODULES)
 
 
-def test_every_part_has_a_place() -> None:
-    assert {part(module) for module in MODULES} <= set(ALLOWED) | set(UPPER)
+def test_every_part_has_a_level() -> None:
+    assert {part(module) for module in MODULES} <= LEVEL_OF.keys()
 
 
 @EVERY_FILE
 def test_arrows_go_down(module: str) -> None:
     own = part(module)
-    allowed = ALLOWED.get(own, UPPER.get(own))
     for name, _ in imports(MODULES[module]):
-        if name.split(".")[0] == "attnlens" and allowed is not None:
-            assert part(name) in allowed | {own}, f"{module} imports {name}"
+        if name.split(".")[0] != "attnlens":
+            continue
+        below = part(name) == own or LEVEL_OF[part(name)] < LEVEL_OF[own]
+        assert below or (own, part(name)) in PENDING, f"{module} imports {name}"
+
+
+def test_a_file_name_occurs_once() -> None:
+    names = [
+        path.name for path in MODULES.values() if path.name not in ("__init__.py", "__main__.py")
+    ]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    assert not twice
+
+
+@EVERY_FILE
+def test_no_name_shadows_a_module(module: str) -> None:
+    expected = importlib.import_module(module.removesuffix(".__init__"))
+    scope: dict[str, object] = {}
+    exec(f"import {module.removesuffix('.__init__')} as found", scope)
+    assert scope["found"] is expected
 
 
 @EVERY_FILE
@@ -113,7 +124,7 @@ def test_core_needs_only_its_dependencies(module: str) -> None:
 
 
 @EVERY_FILE
-def test_only_the_model_package_knows_transformers(module: str) -> None:
+def test_few_parts_know_transformers(module: str) -> None:
     for name, _ in imports(MODULES[module]):
         if name.split(".")[0] == "transformers":
             assert part(module) in TRANSFORMERS_WELCOME, f"{module} imports {name}"

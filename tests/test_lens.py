@@ -22,8 +22,8 @@ from attnlens import (
     UnsupportedAttentionError,
     record,
 )
-from tests import models
-from tests.hooks import Siamese, Watcher, hooks, is_clean
+from tests.support import models
+from tests.support.hooks import Siamese, Watcher, hooks, is_clean
 
 INPUTS = models.text_inputs()
 

@@ -23,8 +23,8 @@ from attnlens import (
     Recording,
     UnsupportedAttentionError,
 )
-from tests import models
-from tests.hooks import Watcher, hooks, is_clean, patched
+from tests.support import models
+from tests.support.hooks import Watcher, hooks, is_clean, patched
 
 INPUTS = models.text_inputs()
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from attnlens import Capture, HeadStatistics, Lens, Recording
-from attnlens.observers import HeadStatisticsResult
-from tests import reference
+from attnlens.attention.statistics import HeadStatisticsResult
 from tests.conftest import Encoder
+from tests.support import reference
 
 WIDTH = 32
 

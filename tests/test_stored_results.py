@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from safetensors import torch as tensor_files
 
 import attnlens
 from attnlens import (
     HeadImportance,
     HeadStatistics,
-    InputError,
     LabelAttention,
     Lens,
     MapTraining,
@@ -24,12 +21,12 @@ from attnlens import (
     load,
     save,
 )
+from attnlens.attribution.contributions import AttributionMatrices
+from attnlens.attribution.saliency import PassSaliency
 from attnlens.corpus import Scan
-from attnlens.observers import AttributionMatrices, HeadStatisticsResult, PassSaliency
-from attnlens.storage import storable
-from attnlens.storage.forms import ENTRIES, RESULTS
-from tests import heads, models
-from tests.test_storage import assert_same
+from attnlens.saving import ENTRIES, RESULTS, storable
+from tests.support import heads, models
+from tests.test_saving import assert_same
 
 QUICK = MapTraining(max_epochs=1, width=8)
 
@@ -56,7 +53,7 @@ def results():
         rates.compute(),
         attention.compute(),
         attnlens.compare(model, models.build("bert"), batch),
-        attnlens.identifiability(capture),
+        attnlens.identify(capture),
         attnlens.simplex_witness(capture),
         attnlens.softmax_witness(capture, max_iterations=2),
         attnlens.realisability_rank(capture),
@@ -73,7 +70,7 @@ KINDS = (
     "Identifiability SimplexWitness SoftmaxWitness RealisabilityRank Verdict PruningCurve HeadPlan "
     "PruningReport LabelAttentionResult"
 ).split()
-ELSEWHERE = {  # tests/test_storage.py
+ELSEWHERE = {  # tests/test_saving.py
     "HeadStatisticsResult",
     "HiddenTokenAttributionResult",
     "Capture",
@@ -120,28 +117,6 @@ def test_views_of_one_tensor_are_saved_one_by_one(tmp_path):
     views = AttributionMatrices("s", (0,), rows[0:2], rows[1:3], rows[:, 1], *[rows[0]] * 3, True)
     save([views], tmp_path / "a.safetensors")
     assert_same(load(tmp_path / "a.safetensors"), [views])
-
-
-def test_files_of_the_first_format_are_read(tmp_path):
-    path = tmp_path / "old.safetensors"
-    hints = get_type_hints(HeadStatisticsResult)
-    tensors = {name: torch.rand(2, 3) for name, kind in hints.items() if kind is torch.Tensor}
-    header = {
-        "format": 1,
-        "kind": "HeadStatisticsResult",
-        "fields": {"layers": [["encoder", 0], ["encoder", 1]], "value_space": ["T", "V"]},
-        "shapes": {name: [2, 3] for name in tensors},
-        "model": "some/model",
-        "settings": {},
-        "versions": {},
-    }
-    tensor_files.save_file(tensors, path, {"attnlens": json.dumps(header)})
-    found = load(path)
-    assert found.layers == (("encoder", 0), ("encoder", 1)) and found.value_space == ("T", "V")
-    assert all(torch.equal(found.tensors()[name], tensor) for name, tensor in tensors.items())
-    path.write_bytes(path.read_bytes().replace(b'\\"format\\": 1', b'\\"format\\": 2'))
-    with pytest.raises(InputError, match="damaged: its contents do not have the digest"):
-        load(path)
 
 
 def test_a_class_of_ones_own_can_be_saved(tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnlens import EffectiveAttention, HeadStatistics, Lens, Recording
-from tests import models
-from tests.hooks import hooks, patched
+from tests.support import models
+from tests.support.hooks import hooks, patched
 
 CASES = pytest.mark.parametrize(
     ("name", "implementation"),

@@ -15,13 +15,13 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from attnlens.attribution.hidden_tokens import HiddenTokenAttribution
 from attnlens.cli.options import AsJson, ModelName
 from attnlens.cli.terminal import loaded, plain_errors
 from attnlens.errors import InputError
+from attnlens.files import versions
 from attnlens.lens import Lens
-from attnlens.model.loading import TextModel
-from attnlens.observers import HiddenTokenAttribution
-from attnlens.storage import versions
+from attnlens.texts.loading import TextModel
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from attnlens.checking import SiteVerdict, Verdict
+from attnlens.checking import check as verdict
 from attnlens.cli.options import AsJson, ModelName
 from attnlens.cli.terminal import plain_errors
-from attnlens.model.loading import load_model
-from attnlens.verdict import SiteVerdict, Verdict
-from attnlens.verdict import check as verdict
+from attnlens.texts.loading import load_model
 
 
 def check(

@@ -11,15 +11,18 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-import attnlens
-from attnlens import demo as packaged
+import attnlens.demo as packaged
 from attnlens.cli.attribute import attribute
 from attnlens.cli.check import check
 from attnlens.cli.compare import compare
-from attnlens.cli.examples import read_examples
 from attnlens.cli.identify import identify
 from attnlens.cli.options import AsJson, BatchSize, Lines, MaxLength, ModelName, Text
-from attnlens.cli.page import (
+from attnlens.cli.prune import prune
+from attnlens.cli.scan import merge, scan_corpus
+from attnlens.cli.terminal import counting, loaded, plain_errors, say
+from attnlens.errors import InputError
+from attnlens.files import versions
+from attnlens.recipes.page_recipe import (
     Attribution,
     Identifiability,
     Megabytes,
@@ -32,13 +35,10 @@ from attnlens.cli.page import (
     read_heads,
     write_page,
 )
-from attnlens.cli.prune import prune
-from attnlens.cli.run import FIELDS, Run, Settings, measure
-from attnlens.cli.scan import merge, scan_corpus
-from attnlens.cli.terminal import counting, loaded, plain_errors, say
-from attnlens.errors import InputError
-from attnlens.model.loading import TextModel
-from attnlens.report.terminal import explanation, head_table
+from attnlens.recipes.statistics_recipe import FIELDS, Run, Settings, measure
+from attnlens.reporting.head_table import explanation, head_table
+from attnlens.texts.loading import TextModel
+from attnlens.texts.reading import read_examples
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 for command in (attribute, check, compare, identify, prune):
@@ -55,7 +55,7 @@ Output = Annotated[
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"attnlens {attnlens.__version__}")
+        print(f"attnlens {versions()['attnlens']}")
         raise typer.Exit
 
 

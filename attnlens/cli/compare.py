@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from attnlens.cli.examples import read_examples
 from attnlens.cli.options import AsJson, BatchSize, Lines, MaxLength, Text
 from attnlens.cli.terminal import loaded, plain_errors
-from attnlens.drift import HeadDrift
-from attnlens.drift import compare as compare_models
+from attnlens.comparison import HeadDrift
+from attnlens.comparison import compare as compare_models
 from attnlens.errors import InputError
-from attnlens.model.loading import TextModel, TokenisedTexts
-from attnlens.report.text import cell, row_labels, table
-from attnlens.storage import versions
+from attnlens.files import versions
+from attnlens.results import cell, row_labels, table
+from attnlens.texts.loading import TextModel, TokenisedTexts
+from attnlens.texts.reading import read_examples
 
 FIELDS = ("effective_cosine", "raw_cosine", "effective_fraction_change")
 

@@ -12,20 +12,18 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from attnlens.cli.examples import read_examples
-from attnlens.cli.findings import Findings, LayerVerdict, LayerWitnesses
+from attnlens.attention.recording import Recording
 from attnlens.cli.options import AsJson, BatchSize, Lines, MaxLength, ModelName, Text
 from attnlens.cli.terminal import loaded, plain_errors, say
 from attnlens.errors import AttnLensError, InputError
-from attnlens.functional.token_maps import Distance, MapKind
 from attnlens.lens import Lens, record
-from attnlens.model.loading import TextModel, TokenisedTexts
-from attnlens.observers import (
-    MapTraining,
-    Recording,
-    TokenIdentifiability,
-)
-from attnlens.report.token_rates import rates_table
+from attnlens.recipes.identification import Findings, LayerVerdict, LayerWitnesses
+from attnlens.recovery.map_training import MapTraining
+from attnlens.recovery.token_identifiability import TokenIdentifiability
+from attnlens.recovery.token_maps import Distance, MapKind
+from attnlens.reporting.rates_table import rates_table
+from attnlens.texts.loading import TextModel, TokenisedTexts
+from attnlens.texts.reading import read_examples
 
 MAPS: tuple[MapKind, ...] = ("naive", "linear", "mlp")
 PARTS = ("both", "heads", "tokens")

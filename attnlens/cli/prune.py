@@ -12,16 +12,16 @@ from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
 
-from attnlens.cli.examples import read_examples
 from attnlens.cli.options import BatchSize, Lines, MaxLength, ModelName
 from attnlens.cli.terminal import loaded, plain_errors, say
 from attnlens.errors import InputError
-from attnlens.heads.curve import pruning_curve
-from attnlens.heads.plan import HeadPlan, write_json
-from attnlens.heads.prune import prune_heads
-from attnlens.heads.scores import STATISTICS
-from attnlens.heads.storage import save_pruned
-from attnlens.storage import versions
+from attnlens.files import versions
+from attnlens.pruning.curve import pruning_curve
+from attnlens.pruning.plan import HeadPlan, write_json
+from attnlens.pruning.removal import prune_heads
+from attnlens.pruning.scores import STATISTICS
+from attnlens.pruning.storage import save_pruned
+from attnlens.texts.reading import read_examples
 
 SCORES = (*STATISTICS, "magnitude", "random")  # those that need no labels
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from attnlens.attention.statistics import HeadStatisticsResult
 from attnlens.cli.options import MaxLength, ModelName
 from attnlens.cli.terminal import loaded, plain_errors, say
 from attnlens.corpus import Corpus, Fields, Scan, merge_shards, named_observer, scan
@@ -19,11 +20,11 @@ from attnlens.corpus.readers import Format
 from attnlens.corpus.records import Rejected
 from attnlens.corpus.scanning import OnError, Settings
 from attnlens.errors import InputError
-from attnlens.model.loading import TextModel
-from attnlens.observers import HeadStatisticsResult, TokenIdentifiabilityResult
-from attnlens.report.terminal import explanation, head_table
-from attnlens.report.text import cell, row_labels
-from attnlens.report.token_rates import rates_table
+from attnlens.recovery.token_identifiability import TokenIdentifiabilityResult
+from attnlens.reporting.head_table import explanation, head_table
+from attnlens.reporting.rates_table import rates_table
+from attnlens.results import cell, row_labels
+from attnlens.texts.loading import TextModel
 
 _COLUMNS = 6
 _HAS_TQDM = find_spec("tqdm") is not None

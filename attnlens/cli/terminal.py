@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from attnlens.errors import AttnLensError, AttnLensWarning
-from attnlens.model.loading import TextModel, load_text_model
+from attnlens.texts.loading import TextModel, load_text_model
 
 
 def say(message: str) -> None:

@@ -7,9 +7,9 @@ scan(model, tokenizer, Corpus("sentences.jsonl", Fields(text="sentence")), out="
 
 from attnlens.corpus.merging import merge_shards
 from attnlens.corpus.named import named_observer, observer_names
+from attnlens.corpus.outcome import Scan
 from attnlens.corpus.readers import Corpus
 from attnlens.corpus.records import Fields, Record, Rejected
-from attnlens.corpus.results import Scan
 from attnlens.corpus.scanning import scan
 
 __all__ = [

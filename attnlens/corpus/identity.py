@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from attnlens.errors import InputError
-from attnlens.model.loading import TextModel
-from attnlens.observers import Observer
+from attnlens.observer import Observer
+from attnlens.texts.loading import TextModel
 
 _SAMPLE = 1024
 _SENTENCE = "The 2nd test, naïvely: don't tokenise “this” twice!"

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnlens.corpus.checkpoint import State, made, shard_files
 from attnlens.corpus.identity import observer_identity, require_same
 from attnlens.corpus.named import named_observer
-from attnlens.corpus.results import Scan, write_results
+from attnlens.corpus.outcome import Scan, write_results
+from attnlens.corpus.resuming import State, made, shard_files
 from attnlens.errors import InputError
-from attnlens.observers import Observer
-from attnlens.storage import load_state
+from attnlens.files import load_state
+from attnlens.observer import Observer
 
 
 def merge_shards(

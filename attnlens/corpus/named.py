@@ -8,9 +8,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from attnlens import observers as known
+import attnlens.attention as attention
+import attnlens.attribution as attribution
+import attnlens.recovery as recovery
+from attnlens.attention.recording import Recording
+from attnlens.attribution.saliency import TokenSaliency
 from attnlens.errors import InputError
-from attnlens.observers import GradientObserver, LayerObserver, Observer, Recording, TokenSaliency
+from attnlens.observer import GradientObserver, LayerObserver, Observer
 
 _SHORT = {"attribution": "hidden-token-attribution"}
 _UNFIT = (GradientObserver, Recording, TokenSaliency)  # need a backward pass, or have no state
@@ -18,7 +22,9 @@ _UNFIT = (GradientObserver, Recording, TokenSaliency)  # need a backward pass, o
 
 def observer_names() -> dict[str, type[Observer]]:
     """Return the observers that a corpus can be scanned with, by name."""
-    named = {name_of(kind): kind for kind in vars(known).values() if _is_fit(kind)}
+    rooms = (attention, attribution, recovery)
+    kinds = (kind for room in rooms for kind in vars(room).values())
+    named = {name_of(kind): kind for kind in kinds if _is_fit(kind)}
     return named | {short: named[full] for short, full in _SHORT.items()}
 
 

@@ -13,20 +13,20 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from attnlens.corpus import checkpoint
+from attnlens.corpus import resuming as checkpoint
+from attnlens.corpus.chunks import Window, batches, windows
 from attnlens.corpus.identity import model_identity, observer_identity, require_same
-from attnlens.corpus.labels import TokenLabels
 from attnlens.corpus.named import named_observer, require_fit
+from attnlens.corpus.outcome import Scan, write_results
 from attnlens.corpus.progress import Bar, RejectedLog
 from attnlens.corpus.readers import Corpus, entries_of
 from attnlens.corpus.records import Record, Rejected
-from attnlens.corpus.results import Scan, write_results
 from attnlens.corpus.shards import Shard, shard_of
-from attnlens.corpus.windows import Window, batches, windows
+from attnlens.corpus.token_labels import TokenLabels
 from attnlens.errors import InputError
 from attnlens.lens import Lens
-from attnlens.model.loading import TextModel, TokenisedTexts, text_model
-from attnlens.observers import Observer
+from attnlens.observer import Observer
+from attnlens.texts.loading import TextModel, TokenisedTexts, text_model
 
 OnError = Literal["skip", "raise"]
 Source = str | os.PathLike[str] | Corpus | Iterable[Any]

@@ -9,8 +9,8 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from attnlens.observers import Observer
-from attnlens.observers.base import LayerKey, SumObserver, Sums, is_summed
+from attnlens.observer import Observer, SumObserver, Sums, is_summed
+from attnlens.results import LayerKey
 
 _STATE, _LOW = "state/", "low/"
 

@@ -7,7 +7,7 @@ The backend is chosen in this package and nowhere else: every function takes ``b
 
 from attnlens.kernels.backend import Backend, resolve
 from attnlens.kernels.operations import effective_reduce, gram_factor, gram_svd, row_statistics
-from attnlens.kernels.results import EffectiveReduction, GramFactor, GramSVD, RowStatistics
+from attnlens.kernels.returned import EffectiveReduction, GramFactor, GramSVD, RowStatistics
 
 __all__ = [
     "Backend",

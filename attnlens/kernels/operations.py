@@ -9,7 +9,7 @@ from torch import Tensor
 from attnlens.errors import InputError
 from attnlens.kernels.backend import Backend, resolve
 from attnlens.kernels.inputs import broadcastable, check_device, check_tensor, head_mask
-from attnlens.kernels.results import EffectiveReduction, GramFactor, GramSVD, RowStatistics
+from attnlens.kernels.returned import EffectiveReduction, GramFactor, GramSVD, RowStatistics
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from attnlens.errors import NonFiniteError
-from attnlens.kernels.results import GramFactor, GramSVD
+from attnlens.kernels.returned import GramFactor, GramSVD
 
 # A bound of cond² below which one pass leaves UᵀU right to 1e-8.
 SAFE_CONDITION = 1e8

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from attnlens.kernels.results import EffectiveReduction
+from attnlens.kernels.returned import EffectiveReduction
 from attnlens.kernels.tiles import blocks, row_tiles
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnlens.kernels.results import RowStatistics
+from attnlens.kernels.returned import RowStatistics
 from attnlens.kernels.tiles import blocks, row_tiles, tile_elements
 
 # Logit of a key that may not be attended to: finite, because 0 · (−inf) is NaN, and so large that

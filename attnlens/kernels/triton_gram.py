@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnlens.kernels import torch_gram
-from attnlens.kernels.results import GramFactor, GramSVD
+from attnlens.kernels.returned import GramFactor, GramSVD
 from attnlens.kernels.triton_jacobi import descending_place, jacobi
 
 EPSILON32 = tl.constexpr(torch.finfo(torch.float32).eps)

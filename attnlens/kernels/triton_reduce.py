@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnlens.kernels.results import EffectiveReduction
+from attnlens.kernels.returned import EffectiveReduction
 from attnlens.kernels.torch_reduce import entries
 
 BLOCK_Q, BLOCK_K = 64, 64

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnlens.kernels.backend import interpreting
-from attnlens.kernels.results import RowStatistics
+from attnlens.kernels.returned import RowStatistics
 from attnlens.kernels.torch_rows import MASKED
 
 # With 8 warps these spill no registers to speak of on Hopper, in any precision, up to D = R = 128.

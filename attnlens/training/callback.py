@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from attnlens.attention.importance import HeadImportance
 from attnlens.capture import Kind
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError
 from attnlens.lens import Lens
-from attnlens.model.tap import Mode
-from attnlens.observers import HeadImportance, Observer
-from attnlens.training.files import NAME, read_state, write_state
-from attnlens.training.steps import calling_trainer, loss_scale, surround
-from attnlens.training.window import (
+from attnlens.observer import Observer
+from attnlens.tap.tap import Mode
+from attnlens.training.recent import (
     Choice,
     Keep,
     Window,
@@ -30,6 +29,8 @@ from attnlens.training.window import (
     layer_values,
     named_scalars,
 )
+from attnlens.training.state import NAME, read_state, write_state
+from attnlens.training.steps import calling_trainer, loss_scale, surround
 
 
 class LensCallback(TrainerCallback):

@@ -9,9 +9,9 @@ from torch import nn
 
 from attnlens.capture import Kind
 from attnlens.lens import Lens
-from attnlens.model.tap import Mode
-from attnlens.observers import Observer
-from attnlens.training.window import Choice, Keep, Window, checked_observers, named_scalars
+from attnlens.observer import Observer
+from attnlens.tap.tap import Mode
+from attnlens.training.recent import Choice, Keep, Window, checked_observers, named_scalars
 
 
 class Monitor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnlens import HiddenTokenAttribution, Lens
-from attnlens.observers import HiddenTokenAttributionResult
+from attnlens.attribution.contributions import HiddenTokenAttributionResult
 from examples.attribution_profile import COLUMNS, print_distances
 from examples.paper.published import compare
 from examples.paper.setting import TYPES, Setting, prepare, print_layers, report

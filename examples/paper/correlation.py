@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attnlens import HeadStatistics, Lens
-from attnlens.functional.statistics import pearson
+from attnlens.algebra.closed_forms import pearson
 from examples.paper.published import compare
 from examples.paper.setting import Encoded, Setting, prepare, report
 

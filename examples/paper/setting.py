@@ -19,8 +19,8 @@ from torch import Tensor
 
 from attnlens import InputError
 from attnlens.demo import model_folder, paragraphs
-from attnlens.model.loading import TextModel, load_text_model
-from attnlens.report import figures
+from attnlens.reporting import figures
+from attnlens.texts.loading import TextModel, load_text_model
 
 TYPES = ("[CLS]", "[SEP]", "period or comma", "other punctuation", "words")
 # What identifies the paper's corpus: pairs and tokens of MRPC's development set.

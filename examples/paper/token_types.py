@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from attnlens import LabelAttention, Lens
-from attnlens.observers import LabelAttentionResult
+from attnlens.attention.labels import LabelAttentionResult
 from examples.paper.published import compare
 from examples.paper.setting import TYPES, Encoded, Setting, prepare, print_layers, report
 

@@ -1,0 +1,1 @@
+"""Supports, values, factors, closed forms: the linear algebra of every quantity."""

@@ -1,0 +1,19 @@
+"""What is said of attention head by head: statistics, maps, labels, importance, recordings."""
+
+from attnlens.attention.importance import HeadImportance, HeadImportanceResult
+from attnlens.attention.labels import LabelAttention, LabelAttentionResult
+from attnlens.attention.maps import AttentionMap, EffectiveAttention
+from attnlens.attention.recording import Recording
+from attnlens.attention.statistics import HeadStatistics, HeadStatisticsResult
+
+__all__ = [
+    "AttentionMap",
+    "EffectiveAttention",
+    "HeadImportance",
+    "HeadImportanceResult",
+    "HeadStatistics",
+    "HeadStatisticsResult",
+    "LabelAttention",
+    "LabelAttentionResult",
+    "Recording",
+]

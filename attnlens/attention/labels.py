@@ -1,0 +1,204 @@
+"""How much raw and effective attention goes to special tokens, punctuation, or any other label."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlens.algebra.factors import default_rtol
+from attnlens.algebra.streaming import finite_basis, recomputed_context, streamed_product
+from attnlens.attention.label_sums import LabelMeans, label_means, label_members
+from attnlens.capture import Capture
+from attnlens.errors import AttnLensWarning, InputError
+from attnlens.observer import Labels, SumObserver, Sums, stack_heads
+from attnlens.results import LayeredResult, LayerKey
+from attnlens.saving import storable
+
+
+@storable()
+@dataclass(frozen=True)
+class LabelAttentionResult(LayeredResult):
+    """Mean attention to the tokens of each of G labels, by layer and head; float64 on the CPU.
+
+    Attention is summed over the keys of a label, averaged over query rows, then over examples;
+    an example without such a token counts as zero. Rows follow `layers`; heads that a layer does
+    not have are NaN.
+
+    Attributes:
+        layers: `(stack, layer)` of each of the L rows.
+        label_names: names of the G labels.
+        examples: number of examples that counted, `[L, H]`.
+        skipped: number of examples left out because a tensor held NaN or Inf, `[L, H]`.
+        present: share of the examples with a token of the label, `[L, H, G]` in `[0, 1]`;
+            `raw / present` is the mean over those alone.
+        tokens: mean share of the label in the tokens of an example, `[L, H, G]` in `[0, 1]`,
+            which is what uniform attention to all of them would give.
+        raw: mean raw attention, `[L, H, G]` in `[0, 1]`.
+        raw_error: standard error of `raw` over examples, `[L, H, G]`; NaN with one example.
+        effective: mean effective attention, `[L, H, G]`.
+        effective_error: standard error of `effective` over examples, `[L, H, G]`.
+        value_space: `"T"` or, where H is unknown, `"V"`; one per row.
+    """
+
+    layers: tuple[LayerKey, ...]
+    label_names: tuple[str, ...]
+    examples: Tensor
+    skipped: Tensor
+    present: Tensor
+    tokens: Tensor
+    raw: Tensor
+    raw_error: Tensor
+    effective: Tensor
+    effective_error: Tensor
+    value_space: tuple[str, ...]
+
+
+class LabelAttention(SumObserver):
+    """Mean raw and effective attention to token labels, streamed over examples.
+
+    No `[B, H, Q, K]` tensor is created where attention follows from queries and keys.
+
+    Args:
+        labels: integer label of every token attended to, `[B, K]`, of the forward passes to come;
+            or what computes it from the model's arguments by name, such as a lookup of
+            `input_ids` in a table. Tokens whose label is not in 0 … G − 1 are left out. May be
+            set between forward passes. None: all share label 0.
+        label_names: names of the G labels.
+        layers: layer indices to look at; None looks at all.
+        rtol: relative threshold for the numerical rank; by default `max(n, D) · eps(float32)`.
+
+    Raises:
+        InputError: if there are no label names.
+
+    References:
+        Brunner et al., "On Identifiability in Transformers", ICLR 2020, figures 1b, 1c and 5;
+        Clark et al., "What Does BERT Look At?", BlackboxNLP 2019, section 3.2.
+    """
+
+    def __init__(
+        self,
+        labels: Labels = None,
+        label_names: Sequence[str] = ("all",),
+        layers: Iterable[int] | None = None,
+        *,
+        rtol: float | None = None,
+    ) -> None:
+        super().__init__(layers)
+        if isinstance(label_names, str) or not label_names:
+            raise InputError(f"label_names must be one name or more. Got {label_names!r}.")
+        self.labels = labels
+        self.label_names = tuple(label_names)
+        self.rtol = rtol
+        self._computed: Tensor | None = None
+
+    def begin_forward(self, inputs: Mapping[str, Any]) -> None:
+        """Compute the labels of the tokens to come.
+
+        Args:
+            inputs: the model's arguments by name.
+        """
+        self._computed = self.labels(inputs) if callable(self.labels) else None
+
+    def update(self, capture: Capture) -> None:
+        """Add the examples of one attention call.
+
+        Args:
+            capture: the call.
+        """
+        *_, keys, width = capture.shape
+        rtol = default_rtol(keys, width) if self.rtol is None else self.rtol
+        labels = self._computed if callable(self.labels) else self.labels
+        members = label_members(labels, capture.support.keys, len(self.label_names))
+        basis, finite = finite_basis(capture, rtol)
+        if capture.exact_context:
+            context = capture.reached_context()
+        else:
+            context = recomputed_context(capture, False, rtol).context
+        active = capture.real_rows.expand(*context.shape[:3])
+        received = streamed_product(capture, members)
+        means = label_means(basis, context, received, members, active)
+        self.add((capture.stack, capture.layer), _sums(capture, means, members, active, finite))
+
+    def merge(self, other: LabelAttention) -> LabelAttention:
+        """Add what another observer has seen.
+
+        Args:
+            other: of the same label names; left unchanged.
+
+        Returns:
+            This observer.
+
+        Raises:
+            InputError: if the other has other labels.
+        """
+        names = getattr(other, "label_names", self.label_names)
+        if names != self.label_names:
+            raise InputError(f"Cannot merge labels {names} into {self.label_names}.")
+        return super().merge(other)
+
+    def compute(self) -> LabelAttentionResult:
+        """Average over everything seen.
+
+        Returns:
+            The result, on the CPU.
+
+        Raises:
+            AttnLensError: if nothing was seen.
+        """
+        layers = self.seen()
+        stacked = stack_heads([_averages(sums) for sums in layers.values()])
+        skipped = int(stacked["skipped"].nan_to_num().max())
+        if skipped:
+            warnings.warn(
+                f"{skipped} example(s) held NaN or Inf and were left out. Check the model's "
+                f"inputs.",
+                AttnLensWarning,
+                stacklevel=2,
+            )
+        spaces = tuple("T" if bool(s["has_projection_min"]) else "V" for s in layers.values())
+        return LabelAttentionResult(tuple(layers), self.label_names, value_space=spaces, **stacked)
+
+
+def _sums(
+    capture: Capture, means: LabelMeans, members: Tensor, active: Tensor, finite: Tensor
+) -> Sums:
+    """Sums over the examples of one call that are real and finite, `[H]` and `[H, G]`."""
+    raw, effective = means
+    real = active.any(-1)  # [B, H]
+    finite = (finite & raw.isfinite().all(-1) & effective.isfinite().all(-1)) | ~real
+    counted = (finite & real)[..., None]
+    tokens = members.sum(1)[:, None].double()  # [B, 1, G]
+    share = tokens / capture.support.keys.any(1).sum(-1).clamp(min=1)[:, None, None]
+    quantities = {
+        "raw": raw,
+        "raw_square": raw.square(),
+        "effective": effective,
+        "effective_square": effective.square(),
+        "tokens": share.expand_as(raw),
+        "present": (tokens > 0).double().expand_as(raw),
+    }
+    known = torch.full((1,), float(capture.output is not None), dtype=torch.float64)
+    return {name: torch.where(counted, q, 0.0).sum(0) for name, q in quantities.items()} | {
+        "examples": counted[..., 0].sum(0).double(),
+        "skipped": (~finite).sum(0).double(),
+        "has_projection_min": known,
+    }
+
+
+def _averages(sums: Sums) -> Sums:
+    """Turn a layer's sums into the fields of the result, `[H]` and `[H, G]`."""
+    examples = sums["examples"]
+    count = examples[:, None]
+    fields = {"examples": examples, "skipped": sums["skipped"]}
+    for name in ("present", "tokens", "raw", "effective"):
+        fields[name] = sums[name] / count
+    for name in ("raw", "effective"):
+        spread = (sums[f"{name}_square"] - count * fields[name].square()).clamp(min=0)
+        error = (spread / (count * (count - 1))).sqrt()
+        fields[f"{name}_error"] = torch.where(count > 1, error, torch.nan)
+    return fields

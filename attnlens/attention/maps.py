@@ -1,0 +1,227 @@
+"""Keep raw and effective attention maps, within a stated memory bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnlens.capture import Capture
+from attnlens.errors import AttnLensError, InputError, MemoryBoundError
+from attnlens.observer import Observer
+from attnlens.results import LayerKey
+from attnlens.saving import storable
+
+
+@storable("entry")
+@dataclass(frozen=True)
+class AttentionMap:
+    """Raw and effective attention of one call.
+
+    Attributes:
+        stack: stack of the layer.
+        layer: layer index.
+        heads: indices of the heads that were kept.
+        raw: `[B, h, Q, K]` float32, A.
+        effective: `[B, h, Q, K]` float32, A⊥.
+        mask: `[B, 1 or h, Q, K]` bool, True where a real query may attend.
+    """
+
+    stack: str
+    layer: int
+    heads: tuple[int, ...]
+    raw: Tensor
+    effective: Tensor
+    mask: Tensor
+
+    def to_numpy(self) -> dict[str, np.ndarray]:
+        """Return raw, effective and mask, as arrays that share memory with the tensors."""
+        return {name: getattr(self, name).numpy() for name in ("raw", "effective", "mask")}
+
+
+class EffectiveAttention(Observer):
+    """Keep raw and effective maps of chosen layers and heads on the CPU.
+
+    Args:
+        layers: layer indices to keep; None keeps all that the lens delivers.
+        heads: head indices to keep; None keeps all.
+        simplex: keep the row sums of A (`LN([T, 1])` instead of `LN(T)`).
+        max_bytes: bound on the memory of all kept maps; an error is raised before it is crossed.
+
+    References:
+        Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[int] | None = None,
+        heads: Iterable[int] | None = None,
+        *,
+        simplex: bool = False,
+        max_bytes: int = 2**30,
+    ) -> None:
+        super().__init__(layers)
+        self.heads = None if heads is None else tuple(heads)
+        self.simplex = simplex
+        self.max_bytes = max_bytes
+        self._maps: list[AttentionMap] = []
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the maps kept so far, in bytes."""
+        return sum(m.raw.nbytes + m.effective.nbytes + m.mask.nbytes for m in self._maps)
+
+    def update(self, capture: Capture) -> None:
+        """Keep the maps of one attention call.
+
+        Args:
+            capture: the call.
+
+        Raises:
+            InputError: if a head index does not exist in this layer.
+            MemoryBoundError: if keeping them would cross `max_bytes`.
+        """
+        batch, heads, queries, keys, _ = capture.shape
+        chosen = tuple(range(heads)) if self.heads is None else self.heads
+        if any(not 0 <= head < heads for head in chosen):
+            raise InputError(
+                f"heads={list(chosen)} but {capture.site} (layer {capture.layer}) has heads "
+                f"0 to {heads - 1}."
+            )
+        masks = capture.support.keys.shape[1]
+        needed = batch * queries * keys * (8 * len(chosen) + masks)
+        if self.kept_bytes + needed > self.max_bytes:
+            raise MemoryBoundError(
+                f"Keeping {len(chosen)} head(s) of {capture.site} for {batch} example(s) of "
+                f"{queries} × {keys} tokens needs {needed:,} bytes on top of "
+                f"{self.kept_bytes:,}, above max_bytes={self.max_bytes:,}. Choose fewer layers "
+                f"or heads, call reset() between batches, or raise max_bytes."
+            )
+        raw = capture.attention()
+        effective = capture.value_basis(self.simplex).project(raw)
+        mask = capture.support.mask(0, queries) & capture.real_rows[..., None]
+        mask = mask[:, list(chosen)] if masks > 1 else mask
+        index = list(chosen)
+        self._maps.append(
+            AttentionMap(
+                capture.stack,
+                capture.layer,
+                chosen,
+                _kept(raw[:, index]),
+                _kept(effective[:, index]),
+                mask.to("cpu", copy=True),
+            )
+        )
+
+    def compute(self) -> list[AttentionMap]:
+        """Return the maps in the order in which they were seen.
+
+        Returns:
+            One entry per attention call.
+
+        Raises:
+            AttnLensError: if nothing was seen.
+        """
+        if not self._maps:
+            raise AttnLensError(
+                "EffectiveAttention has seen no attention call. Run the model inside "
+                "`with Lens(...)`, and check `layers`."
+            )
+        return list(self._maps)
+
+    def reset(self) -> None:
+        """Drop the maps."""
+        self._maps = []
+
+    def merge(self, other: EffectiveAttention) -> EffectiveAttention:
+        """Append the maps of another observer.
+
+        Args:
+            other: left unchanged.
+
+        Returns:
+            This observer.
+
+        Raises:
+            MemoryBoundError: if the maps together would cross `max_bytes`.
+        """
+        if self.kept_bytes + other.kept_bytes > self.max_bytes:
+            raise MemoryBoundError(
+                f"Merging {other.kept_bytes:,} bytes into {self.kept_bytes:,} crosses "
+                f"max_bytes={self.max_bytes:,}."
+            )
+        self._maps += other._maps
+        return self
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the maps, named `index/stack/layer/quantity`."""
+        state = {}
+        for index, kept in enumerate(self._maps):
+            prefix = f"{index}/{kept.stack}/{kept.layer}"
+            state[f"{prefix}/heads"] = torch.tensor(kept.heads)
+            for name in ("raw", "effective", "mask"):
+                state[f"{prefix}/{name}"] = getattr(kept, name)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore maps, replacing the present ones.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+        """
+        entries: dict[int, tuple[LayerKey, dict[str, Any]]] = {}
+        for name, tensor in state.items():
+            head, quantity = name.rsplit("/", 1)
+            index, rest = head.split("/", 1)
+            stack, layer = rest.rsplit("/", 1)
+            entry = entries.setdefault(int(index), ((stack, int(layer)), {}))
+            entry[1][quantity] = tuple(tensor.tolist()) if quantity == "heads" else tensor
+        self._maps = [
+            AttentionMap(stack, layer, **parts)
+            for _, ((stack, layer), parts) in sorted(entries.items())
+        ]
+
+
+def stacked_maps(
+    maps: Iterable[AttentionMap], stack: str | None = None, *, raw: bool = False
+) -> tuple[Tensor, ...]:
+    """Put maps into the layout of `outputs.attentions`.
+
+    Args:
+        maps: maps as they were seen.
+        stack: the stack of layers; may be left out where there is only one.
+        raw: take raw attention instead of effective.
+
+    Returns:
+        `[B, H, Q, K]` for each layer, first to last; all calls of a layer along B.
+
+    Raises:
+        InputError: if there are several stacks or none of that name, or calls of different size.
+    """
+    layers: dict[LayerKey, list[Tensor]] = {}
+    for seen in maps:
+        layers.setdefault((seen.stack, seen.layer), []).append(seen.raw if raw else seen.effective)
+    stacks = sorted({name for name, _ in layers})
+    if stack is None and len(stacks) == 1:
+        stack = stacks[0]
+    if stack not in stacks:
+        raise InputError(f"stack must be one of {', '.join(stacks)}. Got {stack!r}.")
+    chosen = [layers[key] for key in sorted(layers) if key[0] == stack]
+    for calls in chosen:
+        sizes = {call.shape[1:] for call in calls}
+        if len(sizes) > 1:
+            raise InputError(
+                f"{stack} was seen with maps of different size, "
+                f"{', '.join(str(list(size)) for size in sorted(sizes))} (heads, queries, keys). "
+                f"Call reset() between batches, or pad them to one length."
+            )
+    return tuple(torch.cat(calls) for calls in chosen)
+
+
+def _kept(maps: Tensor) -> Tensor:
+    """A float32 copy on the CPU that shares no memory with the model's tensors."""
+    return maps.to("cpu", torch.float32, copy=True)

@@ -1,0 +1,68 @@
+"""Keep captures themselves: for looking into one forward pass, not for streaming."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from attnlens.capture import Capture
+from attnlens.errors import InputError
+from attnlens.observer import Observer
+
+
+class Recording(Observer):
+    """Keep every capture it is handed, with the activations they hold, until `reset()`."""
+
+    captures: list[Capture]
+
+    def __init__(self, layers: list[int] | None = None) -> None:
+        super().__init__(layers)
+        self.captures = []
+
+    def update(self, capture: Capture) -> None:
+        """Keep one attention call.
+
+        Args:
+            capture: the call.
+        """
+        # A model may change its context in place after the call.
+        self.captures.append(replace(capture, context=capture.context.clone()))
+
+    def compute(self) -> list[Capture]:
+        """Return the captures in the order of their calls."""
+        return list(self.captures)
+
+    def reset(self) -> None:
+        """Let the captures go."""
+        self.captures = []
+
+    def merge(self, other: Recording) -> Recording:
+        """Append the captures of another recording.
+
+        Args:
+            other: left unchanged.
+
+        Returns:
+            This recording.
+        """
+        self.captures += other.captures
+        return self
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return nothing: captures hold live activations and are not a state to save."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Accept the empty state.
+
+        Args:
+            state: must be empty.
+
+        Raises:
+            InputError: if it is not.
+        """
+        if state:
+            raise InputError(f"A recording has no state to restore. Got {len(state)} tensors.")
+        self.reset()

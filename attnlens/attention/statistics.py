@@ -1,0 +1,243 @@
+"""Per-head statistics of raw and effective attention, without an attention matrix."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attnlens.algebra.closed_forms import NullSpaceSums, RowSums, null_space_sums, pearson
+from attnlens.algebra.factors import default_rtol
+from attnlens.algebra.streaming import kernel_whitening, recomputed_context, streamed_rows
+from attnlens.capture import Capture
+from attnlens.errors import AttnLensWarning, InputError
+from attnlens.observer import SumObserver, Sums, stack_heads
+from attnlens.results import LayeredResult
+from attnlens.saving import storable
+
+Fields = Literal["all", "null_space"]
+
+
+@storable()
+@dataclass(frozen=True)
+class HeadStatisticsResult(LayeredResult):
+    """Averages over examples, per layer and head; all `[L, H]` float64 on the CPU.
+
+    Rows follow `layers`; heads that a layer does not have are NaN.
+
+    Attributes:
+        layers: `(stack, layer)` of each row.
+        examples: number of examples that counted.
+        skipped: number of examples left out because a tensor held NaN or Inf.
+        tokens: real tokens n.
+        rank: numerical rank of T.
+        nullity: `n − rank(T)`, the dimension of LN(T); the mean over rows of a windowed head.
+        nullity_min: smallest nullity of a row, over rows and examples.
+        nullity_max: largest nullity of a row, over rows and examples.
+        simplex_nullity: `n − rank([T, 1])`, the freedom that keeps rows summing to one.
+        condition: largest over smallest kept singular value of T.
+        attention_norm: `‖A‖_F`.
+        effective_norm: `‖A⊥‖_F`.
+        effective_fraction: `‖A⊥‖² / ‖A‖²`, in `[0, 1]`.
+        correlation: Pearson's r between the entries of A and A⊥, the mean over examples.
+        pooled_correlation: Pearson's r over the entries of all examples together.
+        entropy: mean entropy of an attention row, in nats.
+        output_norm: `‖A T‖_F`, the norm of what the head writes (`‖A V‖_F` where H is unknown).
+        value_space: `"T"` or, where H is unknown, `"V"`; one per row.
+    """
+
+    layers: tuple[tuple[str, int], ...]
+    examples: Tensor
+    skipped: Tensor
+    tokens: Tensor
+    rank: Tensor
+    nullity: Tensor
+    nullity_min: Tensor
+    nullity_max: Tensor
+    simplex_nullity: Tensor
+    condition: Tensor
+    attention_norm: Tensor
+    effective_norm: Tensor
+    effective_fraction: Tensor
+    correlation: Tensor
+    pooled_correlation: Tensor
+    entropy: Tensor
+    output_norm: Tensor
+    value_space: tuple[str, ...]
+
+    _shown = "effective_fraction"
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain lists and strings, ready for JSON; NaN becomes None."""
+        lists: dict[str, object] = {
+            name: [[None if x != x else x for x in row] for row in tensor.tolist()]
+            for name, tensor in self.tensors().items()
+        }
+        return {
+            "layers": [{"stack": stack, "layer": layer} for stack, layer in self.layers],
+            "value_space": list(self.value_space),
+            **lists,
+        }
+
+
+class HeadStatistics(SumObserver):
+    """Rank, nullity, norms, correlation and entropy of every head, streamed over examples.
+
+    No `[B, H, Q, K]` tensor is created. Where the model runs in low precision or with dropout,
+    coordinates are recomputed in float32 instead of being read off the model's output.
+
+    Args:
+        layers: layer indices to look at; None looks at all.
+        fields: `"all"`, or `"null_space"` for what needs no pass over the attention logits:
+            tokens, rank, nullities, condition, `‖A⊥‖_F` and output norm. The rest is then NaN.
+        rtol: relative threshold for the numerical rank; by default `max(n, D) · eps(float32)`.
+
+    References:
+        Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[int] | None = None,
+        *,
+        fields: Fields = "all",
+        rtol: float | None = None,
+    ) -> None:
+        super().__init__(layers)
+        if fields not in ("all", "null_space"):
+            raise InputError(f'fields must be "all" or "null_space". Got {fields!r}.')
+        self.fields = fields
+        self.rtol = rtol
+
+    def update(self, capture: Capture) -> None:
+        """Add the examples of one attention call.
+
+        Args:
+            capture: the call.
+        """
+        *_, keys, width = capture.shape
+        rtol = default_rtol(keys, width) if self.rtol is None else self.rtol
+        output = capture.output
+        if capture.exact_context:
+            context = capture.reached_context()
+            rows = streamed_rows(capture) if self.fields == "all" else None
+            space, whitening = capture.reached_values(grouped=True), kernel_whitening(capture, rtol)
+        else:
+            context, rows, whitening = recomputed_context(capture, self.fields == "all", rtol)
+            space = capture.reached_values(grouped=whitening is None)
+        root = output.root if output is not None and capture.value_factor is None else None
+        active = capture.real_rows.expand(*context.shape[:3])
+        null_space = null_space_sums(space, context, capture.support, rtol, root, active, whitening)
+        self.add((capture.stack, capture.layer), _sums(capture, null_space, rows, active))
+
+    def compute(self) -> HeadStatisticsResult:
+        """Average over everything seen.
+
+        Returns:
+            The result, on the CPU.
+
+        Raises:
+            AttnLensError: if nothing was seen.
+        """
+        layers = self.seen()
+        stacked = stack_heads([_averages(sums) for sums in layers.values()])
+        self._warn_of_skipped(stacked["skipped"], list(layers))
+        spaces = tuple("T" if bool(s["has_projection_min"]) else "V" for s in layers.values())
+        return HeadStatisticsResult(tuple(layers), value_space=spaces, **stacked)
+
+    @staticmethod
+    def _warn_of_skipped(skipped: Tensor, keys: list[tuple[str, int]]) -> None:
+        at_fault = (skipped > 0).nonzero().tolist()
+        if at_fault:
+            row, head = at_fault[0]
+            stack, layer = keys[row]
+            warnings.warn(
+                f"{int(skipped.nan_to_num().max())} example(s) held NaN or Inf and were left out, "
+                f"first in {stack} layer {layer}, head {head}. Check the model's inputs.",
+                AttnLensWarning,
+                stacklevel=3,
+            )
+
+
+def _sums(capture: Capture, space: NullSpaceSums, rows: RowSums | None, active: Tensor) -> Sums:
+    """Per-head sums over the examples of one call that are real and finite, each `[H]`."""
+    batch, heads = space.rank.shape
+    size = capture.support.sizes().expand(*active.shape)
+    entries = (size * active).sum(-1).double()
+    tokens = capture.support.tokens.double().expand(batch, heads)
+    finite = space.finite > 0
+    quantities = {
+        "tokens": tokens,
+        "rank": space.rank,
+        "nullity": space.nullity,
+        "simplex_nullity": space.simplex_nullity,
+        "condition": space.condition,
+        "effective_norm": space.effective_square.clamp(min=0).sqrt(),
+        "output_norm": space.output_square.clamp(min=0).sqrt(),
+    }
+    if rows is not None:
+        total, square, entropy = (torch.where(active, part, 0.0).sum(-1) for part in rows)
+        finite = finite & torch.isfinite(square) & torch.isfinite(entropy)
+        pooled = {
+            "entries": entries,
+            "total": total,
+            "square": square,
+            "effective_total": space.effective_total,
+            "effective_square": space.effective_square,
+        }
+        correlation = pearson(*pooled.values())
+        quantities |= pooled
+        quantities |= {
+            "attention_norm": square.sqrt(),
+            "effective_fraction": (space.effective_square / square).clamp(max=1),
+            "entropy": entropy / active.sum(-1).clamp(min=1),
+            "correlation": correlation.nan_to_num(0.0),
+            "correlated": torch.isfinite(correlation).double(),
+        }
+    counted = finite & (entries > 0)
+    sums = {name: torch.where(counted, q, 0.0).sum(0) for name, q in quantities.items()}
+    known = torch.full((1,), float(capture.output is not None), dtype=torch.float64)
+    return sums | {
+        "examples": counted.sum(0).double(),
+        "skipped": (~finite).sum(0).double(),
+        "nullity_min": torch.where(counted, space.nullity_min, torch.inf).amin(0),
+        "nullity_max": torch.where(counted, space.nullity_max, -torch.inf).amax(0),
+        "has_projection_min": known,
+    }
+
+
+def _averages(sums: Sums) -> Sums:
+    """Turn a layer's sums into the fields of the result, each `[H]`."""
+    examples = sums["examples"]
+    seen = examples > 0
+    missing = torch.full_like(examples, torch.nan)
+
+    def mean(name: str, count: Tensor = examples) -> Tensor:
+        return torch.where(count > 0, sums[name] / count, torch.nan) if name in sums else missing
+
+    averaged = (
+        "tokens",
+        "rank",
+        "nullity",
+        "simplex_nullity",
+        "condition",
+        "attention_norm",
+        "effective_norm",
+        "effective_fraction",
+        "entropy",
+        "output_norm",
+    )
+    names = ("entries", "total", "square", "effective_total", "effective_square")
+    pooled = pearson(*(sums[name] for name in names)) if "entries" in sums else missing
+    return {name: mean(name) for name in averaged} | {
+        "examples": examples,
+        "skipped": sums["skipped"],
+        "nullity_min": torch.where(seen, sums["nullity_min"], torch.nan),
+        "nullity_max": torch.where(seen, sums["nullity_max"], torch.nan),
+        "correlation": mean("correlation", sums.get("correlated", examples)),
+        "pooled_correlation": pooled,
+    }

@@ -1,0 +1,124 @@
+"""What `HiddenTokenAttribution` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attnlens.attribution.tallies import box_statistics
+from attnlens.observer import Sums
+from attnlens.results import LayeredResult, LayerKey
+from attnlens.saving import storable
+
+
+@storable("entry")
+@dataclass(frozen=True, eq=False)
+class AttributionMatrices:
+    """Contributions to the hidden states of one stack in one forward pass; on the CPU.
+
+    Attributes:
+        stack: the stack of layers.
+        layers: index of each of the L layers.
+        contribution: c_ij, the share of source i in hidden state j, `[L, B, S, T]` in `[0, 1]`;
+            sums to one over the sources of a real target.
+        norm: `‖∂e_j/∂x_i‖`, `[L, B, S, T]`, at least 0.
+        standard_error: of `contribution`, by the jackknife over probes, `[L, B, S, T]`; zero
+            where the Jacobian is exact.
+        mask: real tokens, `[B, K]` bool.
+        sources: positions of the sources, `[S]`.
+        targets: positions of the targets, `[T]`.
+        reverse: whether cotangents were pulled back instead of tangents pushed forward.
+    """
+
+    stack: str
+    layers: tuple[int, ...]
+    contribution: Tensor
+    norm: Tensor
+    standard_error: Tensor
+    mask: Tensor
+    sources: Tensor
+    targets: Tensor
+    reverse: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the tensors, in bytes."""
+        tensors = (self.contribution, self.norm, self.standard_error, self.mask)
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+@storable()
+@dataclass(frozen=True)
+class HiddenTokenAttributionResult(LayeredResult):
+    """Contributions over all real tokens seen, by layer and label of the target token.
+
+    Tensors are float64 on the CPU, with one row per layer and one column per label; NaN where
+    there was no such token. Means are corrected for the bias of the sketch, so single values may
+    leave `[0, 1]` by about their error. Errors are standard errors of the sketch alone, not of
+    the choice of texts: zero where exact, NaN with a single probe, and rather too large for means
+    over tokens, whose errors partly cancel.
+
+    Attributes:
+        layers: `(stack, layer)` of each of the L rows.
+        labels: names of the G labels.
+        tokens: number of target tokens, `[L, G]`.
+        own: mean contribution of a token to its own hidden state, `[L, G]` in `[0, 1]`.
+        own_error: standard error of `own`, `[L, G]`.
+        own_box: lower whisker, first quartile, median, third quartile and upper whisker of the
+            own contributions as sketched, `[L, G, 5]` in `[0, 1]`, right to 1.3e-4.
+        not_main: share of tokens to which another contributes more than they do themselves,
+            `[L, G]` in `[0, 1]`.
+        distance: mean contribution of one neighbour at distance 1, 2, 3, 4–5, 6–10, 11 and more,
+            on both sides, `[L, G, 6]` in `[0, 1]`.
+        distance_error: standard error of `distance`, `[L, G, 6]`.
+        distance_profile: `distance` in percent of its sum over the layers of the stack,
+            `[L, G, 6]` in `[0, 100]`.
+        offset: contribution of the position at each offset, −R … R, averaged over all target
+            tokens, `[L, G, 2R + 1]` in `[0, 1]`; the own position, R, is empty.
+        offset_error: standard error of `offset`, `[L, G, 2R + 1]`.
+        by_label: share of the tokens of each label, last, in the hidden states of each label,
+            `[L, G, G]` in `[0, 1]`.
+        by_label_error: standard error of `by_label`, `[L, G, G]`.
+    """
+
+    layers: tuple[LayerKey, ...]
+    labels: tuple[str, ...]
+    tokens: Tensor
+    own: Tensor
+    own_error: Tensor
+    own_box: Tensor
+    not_main: Tensor
+    distance: Tensor
+    distance_error: Tensor
+    distance_profile: Tensor
+    offset: Tensor
+    offset_error: Tensor
+    by_label: Tensor
+    by_label_error: Tensor
+
+    _shown = "own"
+
+
+def layer_means(sums: Sums) -> Sums:
+    """Turn the sums of a layer into fields of the result.
+
+    Args:
+        sums: sums, variances and counts over target tokens, by label.
+
+    Returns:
+        Means and errors by the name of the field, on the device of the sums.
+    """
+    tokens = sums["tokens"]  # [G, 1]
+    counts = {"own": tokens, "distance": sums["pairs"], "offset": tokens, "by_label": tokens}
+    means = {name: sums[name] / count for name, count in counts.items()}
+    errors = {
+        f"{name}_error": sums[f"{name}_variance"].sqrt() / count for name, count in counts.items()
+    }
+    scalar = {"own", "own_error"}
+    return {
+        "tokens": tokens[:, 0],
+        "own_box": box_statistics(sums["histogram"]),
+        "not_main": sums["not_main"][:, 0] / tokens[:, 0],
+        **{name: t[:, 0] if name in scalar else t for name, t in (means | errors).items()},
+    }

@@ -1,0 +1,99 @@
+"""Labels of words become labels of tokens, for the observers that tell labels apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlens.corpus.records import Label, Record
+from attnlens.observer import Observer
+from attnlens.texts.loading import TokenisedTexts
+
+_NONE = -1  # observers leave tokens with such a label out
+
+
+class TokenLabels:
+    """Hands every observer with names of labels, and no labels yet, those of each batch.
+
+    A token has the label of its word, and a special token its own name, such as `[CLS]`. Labels
+    that an observer does not name are left out of what it tells by label.
+
+    Args:
+        observers: any.
+        tokenizer: of the model.
+    """
+
+    def __init__(self, observers: Sequence[Observer], tokenizer: Any) -> None:
+        names = tokenizer.all_special_tokens
+        self._special = dict(zip(tokenizer.all_special_ids, names, strict=True))
+        self._pads_left = tokenizer.padding_side == "left"
+        self._takers: list[tuple[Any, Mapping[Label, int]]] = [
+            (observer, {name: place for place, name in enumerate(_names(observer))})
+            for observer in observers
+            if _names(observer)
+        ]
+
+    @contextmanager
+    def given(
+        self, texts: TokenisedTexts, chosen: Sequence[int], records: Sequence[Record]
+    ) -> Iterator[None]:
+        """Let observers know the labels of a batch.
+
+        Args:
+            texts: a window, as token ids.
+            chosen: indices of those in the batch.
+            records: the window.
+
+        Yields:
+            Nothing; afterwards the observers have no labels, as before.
+        """
+        for observer, places in self._takers:
+            observer.labels = self._labels(texts, chosen, records, places)
+        try:
+            yield
+        finally:
+            for observer, _ in self._takers:
+                observer.labels = None
+
+    def _labels(
+        self,
+        texts: TokenisedTexts,
+        chosen: Sequence[int],
+        records: Sequence[Record],
+        places: Mapping[Label, int],
+    ) -> Tensor:
+        """Labels of the tokens of a batch, `[B, K]`."""
+        width = max(len(texts.columns["input_ids"][index]) for index in chosen)
+        labels = torch.full((len(chosen), width), _NONE)
+        for row, index in zip(labels, chosen, strict=True):
+            ids = texts.columns["input_ids"][index]
+            words = [None] * len(ids) if texts.words is None else texts.words[index]
+            known = [
+                self._label(token, word, records[index], places)
+                for token, word in zip(ids, words, strict=True)
+            ]
+            start = width - len(ids) if self._pads_left else 0
+            row[start : start + len(ids)] = torch.tensor(known)
+        return labels
+
+    def _label(
+        self, token: int, word: int | None, record: Record, places: Mapping[Label, int]
+    ) -> int:
+        if word is None:
+            return places.get(self._special.get(token, ""), _NONE)
+        if record.labels is None:
+            return _NONE
+        label = record.labels[word]
+        return label if isinstance(label, int) else places.get(label, _NONE)
+
+
+def _names(observer: Observer) -> tuple[str, ...]:
+    """Names of the labels that an observer is to be given; none if it has labels or needs none."""
+    names = tuple(getattr(observer, "label_names", ()))
+    if getattr(observer, "labels", 0) is not None or names == ("all",):
+        return ()
+    return names

@@ -1,0 +1,1 @@
+"""Families of attention that give the same output: their dimensions, and members as witnesses."""

@@ -1,0 +1,288 @@
+"""Identifiability: can another attention matrix give the same head output?
+
+Two families of alternatives are counted. Among all row-stochastic matrices, A' gives the output of
+A exactly when the rows of A' − A lie in the left null space of [T, 1]. Among the matrices that a
+head of query width R can produce, A' = softmax(Q'K'ᵀ·s), the logits must also have rank at most R
+modulo a constant per row; the second family is a part of the first.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnlens.algebra.moments import check_heads, output_values, value_moments, visibility
+from attnlens.saving import storable
+
+
+def simplex_dimension(
+    tokens: int | Tensor, rank_with_ones: int | Tensor, *, queries: int | Tensor | None = None
+) -> Tensor:
+    """Count the dimensions of the row-stochastic matrices A' with A'T = AT.
+
+    Each of the ``queries`` rows may move in the left null space of [T, 1], for A > 0.
+
+    Args:
+        tokens: Number of keys n that a row may attend to.
+        rank_with_ones: rank([T, 1]), generically min(n, D + 1).
+        queries: Number of rows; n unless given.
+
+    Returns:
+        ``queries · (n − rank([T, 1]))`` as an int64 tensor, at least 0.
+
+    References:
+        Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1.
+    """
+    keys, rank = torch.as_tensor(tokens), torch.as_tensor(rank_with_ones)
+    rows = keys if queries is None else torch.as_tensor(queries)
+    return rows * (keys - rank).clamp_min(0)
+
+
+def softmax_dimension(
+    tokens: int | Tensor,
+    query_width: int | Tensor,
+    value_width: int | Tensor,
+    *,
+    queries: int | Tensor | None = None,
+) -> Tensor:
+    """Count the dimensions of the matrices softmax(Q'K'ᵀ·s) with the same head output as A.
+
+    Logits modulo a constant per row are the matrices with ``queries`` rows and n − 1 columns whose
+    rank is at most r = min(R, n − 1, queries): a variety of dimension r·(queries + n − 1 − r). The
+    output of a row imposes min(D, n − 1) conditions. At a generic point the conditions are
+    independent while there are dimensions left, so the difference is the dimension of the family.
+    For as many queries as keys and R < n it is 2nR − R² − R − n·min(D, n − 1), and for R = D = d it
+    is d·(n − 1 − d): positive exactly when n > d + 1. For D ≥ 2R it is 0 at every n.
+
+    Zero means that A is isolated among its alternatives: nothing near A gives the same output. It
+    is unique if :func:`simplex_dimension` is zero too; otherwise the count cannot exclude another
+    isolated solution far away.
+
+    Args:
+        tokens: Number of keys n.
+        query_width: Width R of queries and keys.
+        value_width: D, or rank([T, 1]) − 1 where the values are known.
+        queries: Number of rows; n unless given.
+
+    Returns:
+        The generic dimension as an int64 tensor, at least 0.
+
+    References:
+        Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1, whose
+        argument covers the row-stochastic family only.
+    """
+    keys, width = torch.as_tensor(tokens), torch.as_tensor(query_width)
+    rows = keys if queries is None else torch.as_tensor(queries)
+    contrasts = (keys - 1).clamp_min(0)
+    rank = torch.minimum(torch.minimum(width, contrasts), rows)
+    realisable = rank * (rows + contrasts - rank)
+    conditions = rows * torch.minimum(torch.as_tensor(value_width), contrasts)
+    return (realisable - conditions).clamp_min(0)
+
+
+def softmax_threshold(query_width: int, value_width: int) -> int | None:
+    """Return the longest self-attention at which a generic head is identifiable as a softmax.
+
+    Args:
+        query_width: Width R of queries and keys.
+        value_width: Width D of the values.
+
+    Returns:
+        n* such that :func:`softmax_dimension` is positive exactly for n > n*: D + 1 when R ≥ D,
+        ⌊R(R + 1) / (2R − D)⌋ when R < D < 2R, None (no such length) when D ≥ 2R.
+    """
+    if value_width >= 2 * query_width:
+        return None
+    if query_width >= value_width:
+        return value_width + 1
+    return query_width * (query_width + 1) // (2 * query_width - value_width)
+
+
+@storable()
+@dataclass(frozen=True)
+class Identifiability:
+    """Ranks and dimensions that decide whether attention can be read off a head's output.
+
+    ``tokens``, ``rank``, ``nullity``, ``simplex_nullity``, ``condition`` and ``rtol`` are [B, H]
+    when all rows see the same keys, and [B, H, Q] under a mask that varies by row.
+
+    Attributes:
+        tokens: Number n of keys attended to.
+        rank: Numerical rank of T.
+        nullity: n − rank(T), the dimension of the left null space of T.
+        simplex_nullity: n − rank([T, 1]), the freedom of one row that sums to one.
+        condition: Largest over smallest kept singular value of T, ≥ 1.
+        simplex_dimension: Dimension of the row-stochastic alternatives, [B, H].
+        softmax_dimension: Generic dimension of the alternatives that a head of this width can
+            produce, [B, H]; None where no count is known: under a mask that varies by row, or if
+            logits are not products of queries and keys.
+        query_width: Width of queries and keys, or None.
+        value_width: Head dimension D.
+        rtol: Singular values up to ``rtol`` times the largest counted as zero.
+    """
+
+    tokens: Tensor
+    rank: Tensor
+    nullity: Tensor
+    simplex_nullity: Tensor
+    condition: Tensor
+    simplex_dimension: Tensor
+    softmax_dimension: Tensor | None
+    query_width: int | None
+    value_width: int
+    rtol: Tensor
+
+    @property
+    def identifiable_simplex(self) -> Tensor:
+        """True where no other row-stochastic matrix gives the output, bool [B, H]."""
+        return self.simplex_dimension == 0
+
+    @property
+    def identifiable_softmax(self) -> Tensor | None:
+        """True where no head nearby gives the output, bool [B, H]; None if not known."""
+        return None if self.softmax_dimension is None else self.softmax_dimension == 0
+
+    def verdict(self, example: int, head: int) -> str:
+        """Say in words whether one head's attention is identifiable, and why.
+
+        Args:
+            example: Index into B.
+            head: Index into H.
+
+        Returns:
+            Two or three sentences.
+        """
+        return f"{self._simplex_verdict(example, head)} {self._softmax_verdict(example, head)}"
+
+    def _simplex_verdict(self, example: int, head: int) -> str:
+        lengths = self.tokens[example, head]
+        n = f"{int(lengths.max())} tokens" + (" at most per row" if lengths.ndim else "")
+        dimension = int(self.simplex_dimension[example, head])
+        rule = f"generically possible only for n > D + 1 = {self.value_width + 1}"
+        if dimension == 0:
+            return f"{n}: no other row-stochastic matrix gives this output ({rule})."
+        return (
+            f"{n}: not identifiable among row-stochastic matrices, where the alternatives form a "
+            f"family of dimension {dimension} ({rule})."
+        )
+
+    def _softmax_verdict(self, example: int, head: int) -> str:
+        if self.query_width is None:
+            return "What a head can produce was not counted: its logits are no plain products."
+        width = f"a head of query width {self.query_width}"
+        if self.softmax_dimension is None:
+            return f"What {width} can produce was not counted: the mask varies by row."
+        if self.simplex_dimension[example, head] == 0:
+            return f"Nor can {width} produce one."
+        dimension = int(self.softmax_dimension[example, head])
+        longest = softmax_threshold(self.query_width, self.value_width)
+        rule = (
+            f"D = {self.value_width} ≥ 2 · {self.query_width}: so at every length"
+            if longest is None
+            else f"generically so for n ≤ {longest}"
+        )
+        if dimension == 0:
+            return f"Yet {width} can produce none of them near this one: identifiable ({rule})."
+        return f"Of these, {width} can produce a family of dimension {dimension}."
+
+
+@torch.no_grad()
+def identifiability(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    projection: Tensor | None = None,
+    rtol: float | None = None,
+    cross: bool = False,
+) -> Identifiability:
+    """Decide per example and head whether the output determines the attention.
+
+    Only the widths of queries and keys matter, not their entries: the softmax count is generic. A
+    bias added to the logits changes nothing as long as it is held fixed. With as many queries as
+    keys, a row counts only if its own token is attended to by some row, so padding is left out on
+    both sides.
+
+    Args:
+        query: Queries, [B, H, Q, R].
+        key: Keys, [B, H, K, R], grouped-query heads repeated.
+        value: Values as multiplied by the attention, [B, H, K, D].
+        mask: Boolean, True = may attend, broadcastable to [B, H, Q, K].
+        projection: Output projection per head, [H, D, M]; None if unknown or of full rank.
+        rtol: Relative tolerance of the numerical rank, in [1e-7, 1); by default
+            max(n, D) · eps(float32).
+        cross: Queries and keys are different tokens, even where there are as many.
+
+    Returns:
+        Ranks, dimensions and verdicts.
+
+    References:
+        Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1. The threshold
+        for row-stochastic matrices is n > D + 1, one more than stated there.
+    """
+    check_heads(query, key, value)
+    return identifiability_of_values(
+        value,
+        query,
+        query_width=query.shape[-1],
+        mask=mask,
+        projection=projection,
+        rtol=rtol,
+        cross=cross,
+    )
+
+
+@torch.no_grad()
+def identifiability_of_values(
+    value: Tensor,
+    rows: Tensor,
+    *,
+    query_width: int | None,
+    mask: Tensor | None = None,
+    projection: Tensor | None = None,
+    rtol: float | None = None,
+    cross: bool = False,
+) -> Identifiability:
+    """Decide as :func:`identifiability` does, without queries and keys.
+
+    Args:
+        value: Values as multiplied by the attention, [B, H, K, D].
+        rows: Anything with one entry per query, [B, H, Q, ·].
+        query_width: Width R of queries and keys; None if logits are not products of such, and
+            only row-stochastic alternatives are to be counted.
+        mask: Boolean, True = may attend, broadcastable to [B, H, Q, K].
+        projection: Output projection per head, [H, D, M]; None if unknown or of full rank.
+        rtol: Relative tolerance of the numerical rank, in [1e-7, 1).
+        cross: Queries and keys are different tokens, even where there are as many.
+
+    Returns:
+        Ranks, dimensions and verdicts.
+    """
+    groups, counted = visibility(mask, rows, value, cross=cross)
+    moments = value_moments(output_values(value, groups, projection), groups, rtol)
+    tokens, rank, rank_with_ones = moments.tokens, moments.rank, moments.rank_with_ones
+    per_row = {
+        "tokens": tokens,
+        "rank": rank,
+        "nullity": tokens - rank,
+        "simplex_nullity": tokens - rank_with_ones,
+        "condition": moments.condition,
+        "rtol": moments.rtol,
+    }
+    dimension = simplex_dimension(tokens, rank_with_ones, queries=1)
+    softmax = None
+    if groups.shape[-2] == 1:
+        per_row = {name: entry.squeeze(-1) for name, entry in per_row.items()}
+        if query_width is not None:
+            contrasts = rank_with_ones.squeeze(-1) - 1
+            softmax = softmax_dimension(
+                per_row["tokens"], query_width, contrasts, queries=counted.sum(-1)
+            )
+    return Identifiability(
+        **per_row,
+        simplex_dimension=(dimension * counted).sum(-1),
+        softmax_dimension=softmax,
+        query_width=query_width,
+        value_width=value.shape[-1],
+    )

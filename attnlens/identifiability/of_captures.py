@@ -1,0 +1,185 @@
+"""Is the attention of a captured head identifiable? Dimensions, verdicts and witnesses.
+
+for capture in attnlens.record(model, **batch):
+    print(attnlens.identify(capture).verdict(example=0, head=3))
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnlens.algebra.softmax import attention_weights
+from attnlens.capture import Capture
+from attnlens.errors import CaptureError
+from attnlens.identifiability import dimensions, witnesses
+from attnlens.identifiability.dimensions import Identifiability
+from attnlens.identifiability.witnesses import RealisabilityRank, SimplexWitness, SoftmaxWitness
+
+
+def identify(capture: Capture, *, rtol: float | None = None) -> Identifiability:
+    """Decide per example and head whether the output determines the attention.
+
+    A position bias is taken as given: alternatives may change queries and keys only. Where only A
+    was seen, or logits are capped, what a head can produce is not counted.
+
+    Args:
+        capture: the attention call.
+        rtol: relative threshold for the numerical rank, in `[1e-7, 1)`.
+
+    Returns:
+        Ranks, dimensions and verdicts, `[B, H]`.
+
+    Raises:
+        CaptureError: if rows of A do not sum to one because of attention sinks.
+
+    References:
+        Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1.
+    """
+    _require_whole_rows(capture)
+    width = None
+    if capture.query is not None and capture.softcap is None:
+        width = capture.query.shape[-1]
+    return dimensions.identifiability_of_values(
+        capture.value,
+        capture.context,
+        query_width=width,
+        mask=_mask(capture),
+        projection=capture.projection,
+        rtol=rtol,
+        cross=capture.kind == "cross",
+    )
+
+
+def simplex_witness(
+    capture: Capture, *, rtol: float | None = None, generator: torch.Generator | None = None
+) -> SimplexWitness:
+    """Construct another row-stochastic A' with `A'T = AT`, far from A.
+
+    Args:
+        capture: the attention call.
+        rtol: relative threshold for the numerical rank, in `[1e-7, 1)`.
+        generator: source of the first direction; a fixed seed by default.
+
+    Returns:
+        A', `[B, H, Q, K]`, with its residual and distances; `A' = A` where none exists.
+
+    Raises:
+        CaptureError: if rows of A do not sum to one because of attention sinks.
+    """
+    _require_whole_rows(capture)
+    return witnesses.simplex_witness(
+        capture.attention(),
+        capture.value,
+        mask=_mask(capture),
+        projection=capture.projection,
+        rtol=rtol,
+        cross=capture.kind == "cross",
+        generator=generator,
+    )
+
+
+def softmax_witness(
+    capture: Capture,
+    *,
+    distance: float = 0.1,
+    tolerance: float = 1e-10,
+    max_iterations: int = 30,
+    generator: torch.Generator | None = None,
+) -> SoftmaxWitness:
+    """Construct queries and keys of the same width with another A' but the same output.
+
+    Args:
+        capture: the attention call; its mask may hide padding only, its position bias is kept.
+        distance: wanted `‖A' − A‖ / ‖A‖`.
+        tolerance: largest accepted `‖A'V − AV‖ / ‖AV‖`.
+        max_iterations: largest number of steps.
+        generator: source of the first direction; a fixed seed by default.
+
+    Returns:
+        Q', K' and A' with residual and distance; those given where no witness exists.
+
+    Raises:
+        CaptureError: if A is not a plain softmax of the call's queries and keys.
+    """
+    query, key = _plain_logits(capture)
+    return witnesses.softmax_witness(
+        query,
+        key,
+        capture.value,
+        mask=_mask(capture),
+        bias=capture.bias,
+        scaling=capture.scaling,
+        cross=capture.kind == "cross",
+        distance=distance,
+        tolerance=tolerance,
+        max_iterations=max_iterations,
+        generator=generator,
+    )
+
+
+def realisability_rank(
+    capture: Capture, *, rtol: float | None = None, generator: torch.Generator | None = None
+) -> RealisabilityRank:
+    """Compare the rank of a simplex witness's logits with the width of a head.
+
+    A rank above the width says that this witness cannot be produced by the head, not that none
+    can: :func:`softmax_witness` constructs some that can.
+
+    Args:
+        capture: the attention call; its mask may hide padding only.
+        rtol: singular values up to `rtol` times the largest count as zero.
+        generator: source of the witness's direction; a fixed seed by default.
+
+    Returns:
+        Ranks of the witness and of A, `[B, H]`.
+
+    Raises:
+        CaptureError: if A is not a plain softmax of the call's queries and keys.
+    """
+    query, key = _plain_logits(capture)
+    mask = _mask(capture)
+    # In float64, because small probabilities that vanish in float32 have logits too.
+    attention = attention_weights(
+        query.double(), key, scaling=capture.scaling, mask=mask, bias=capture.bias
+    )
+    return witnesses.realisability_rank(
+        attention,
+        capture.value,
+        query_width=query.shape[-1],
+        mask=mask,
+        bias=capture.bias,
+        rtol=rtol,
+        cross=capture.kind == "cross",
+        generator=generator,
+    )
+
+
+def _mask(capture: Capture) -> Tensor:
+    """`[B, G, Q, K]` bool: what real rows may attend to; rows of padding attend to nothing."""
+    return capture.support.mask(0, capture.shape[2]) & capture.real_rows[..., None]
+
+
+def _require_whole_rows(capture: Capture) -> None:
+    if capture.sinks is not None:
+        raise CaptureError(
+            f"{capture.site} (layer {capture.layer}) has attention sinks, so rows of A need not "
+            f"sum to one and the argument about row-stochastic matrices does not apply. Its "
+            f"nullity is in HeadStatistics."
+        )
+
+
+def _plain_logits(capture: Capture) -> tuple[Tensor, Tensor]:
+    """Queries and keys of a call whose logits are their scaled products plus a fixed bias."""
+    _require_whole_rows(capture)
+    obstacle = ""
+    if capture.query is None or capture.key is None:
+        obstacle = "only A was seen in it, not its queries and keys"
+    elif capture.softcap is not None:
+        obstacle = f"its logits are capped at {capture.softcap:g}"
+    if capture.query is None or capture.key is None or obstacle:
+        raise CaptureError(
+            f"{capture.site} (layer {capture.layer}) cannot be rebuilt from other queries and "
+            f"keys: {obstacle}. identify() and simplex_witness() need neither."
+        )
+    return capture.query, capture.key

@@ -1,0 +1,256 @@
+"""Mask heads for the duration of a block, at the input of their output projection.
+
+with mask_heads(model, {0: [3, 7], 4: [1]}):
+    model(**batch)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from attnlens.algebra.values import working_dtype
+from attnlens.capture import Capture, Kind
+from attnlens.errors import CaptureError, InputError, UnsupportedAttentionError
+from attnlens.pruning.heads import LayerHeads, Probe, find_heads, selection_of
+from attnlens.pruning.plan import HeadPlan, Heads, existing_heads, resolve
+from attnlens.tap.compiled import running_eagerly
+from attnlens.tap.hooks import Replacement
+from attnlens.tap.scope import replaying
+from attnlens.tap.tap import Tap
+
+Mode = Literal["zero", "mean", "uniform"]
+MODES = ("zero", "mean", "uniform")
+
+
+@contextmanager
+def mask_heads(
+    model: nn.Module,
+    heads: Heads | None = None,
+    mode: Mode = "zero",
+    gates: Tensor | None = None,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    kinds: Iterable[Kind] | Kind | None = None,
+) -> Iterator[HeadPlan]:
+    """Mask heads of a model for the duration of a `with` block.
+
+    A head's context, its slice of the input of W_O, is replaced; nothing else is touched. Rows of
+    `[L, H]` tensors are those of `HeadStatistics` on the same model.
+
+    Args:
+        model: a `PreTrainedModel`, or any module with one inside.
+        heads: `{layer: [head, …]}` or a boolean `[L, H]` tensor, True for heads to mask. A layer
+            is an index, or `(stack, index)` in a model with several stacks. May be left out where
+            `gates` are given.
+        mode: what takes the context's place: `"zero"`; `"mean"`, its mean over the real tokens of
+            the example; or `"uniform"`, the mean of the values at the keys that the row may
+            attend to, as a constant through which no gradient flows.
+        gates: `[L, H]`, multiplies the contexts of all heads and receives gradients.
+        inputs: small keyword inputs of the model for one forward pass that finds the heads; made
+            up by default.
+        kinds: kinds of attention, as for a lens; by default the encoder's self-attention.
+
+    Yields:
+        The heads that are masked.
+
+    Raises:
+        InputError: if a layer or head does not exist or is named twice, or an argument has the
+            wrong shape or value. Nothing was changed then.
+        UnsupportedAttentionError: if the output projection of a chosen layer is not known.
+
+    References:
+        Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", NeurIPS 2019, section 2.
+    """
+    if mode not in MODES:
+        raise InputError(f"mode must be one of {', '.join(MODES)}. Got {mode!r}.")
+    layers = find_heads(Probe(model, inputs), kinds)
+    plan = resolve({} if heads is None else heads, layers)
+    if not plan and gates is None:
+        raise InputError(f"heads names no head to mask, and there are no gates. Got {heads!r}.")
+    with masking(model, layers, plan, mode, gates, kinds):
+        yield plan
+
+
+@contextmanager
+def masking(
+    model: nn.Module,
+    layers: Sequence[LayerHeads],
+    plan: HeadPlan,
+    mode: Mode = "zero",
+    gates: Tensor | None = None,
+    kinds: Iterable[Kind] | Kind | None = None,
+) -> Iterator[None]:
+    """Mask heads that were found before.
+
+    Args:
+        model: the model.
+        layers: its heads.
+        plan: which of them to mask.
+        mode: what takes a context's place.
+        gates: `[L, H]` factors, or None.
+        kinds: the kinds of attention that `layers` are of.
+
+    Yields:
+        Nothing.
+    """
+    jobs = _jobs(layers, plan, mode, gates)
+    masker = _Masker(jobs, mode)
+    with ExitStack() as stack:
+        stack.enter_context(running_eagerly(model))
+        if masker.listens:
+            tap = Tap(model, selection_of(model, kinds), masker.hear, every=1)
+            tap.attach(stack)
+        for module in masker.modules:
+            stack.callback(module.register_forward_pre_hook(Replacement(masker.replace)).remove)
+        stack.callback(masker.forget)
+        yield
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """What is done to the heads of one layer: `gate` is `[H]` or None, `masked` indices."""
+
+    layer: LayerHeads
+    module: nn.Module
+    masked: Tensor
+    gate: Tensor | None
+
+
+class _Masker:
+    """Replace the inputs of output projections."""
+
+    def __init__(self, jobs: Sequence[_Job], mode: Mode) -> None:
+        self._mode = mode
+        self._jobs: dict[int, list[_Job]] = {}
+        for job in jobs:
+            self._jobs.setdefault(id(job.module), []).append(job)
+        self._heard: dict[str, list[Capture]] = {}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Every output projection whose input is replaced."""
+        return [jobs[0].module for jobs in self._jobs.values()]
+
+    @property
+    def listens(self) -> bool:
+        """Whether the attention calls themselves must be heard."""
+        shared = any(len(jobs) > 1 for jobs in self._jobs.values())
+        masked = any(job.masked.numel() for jobs in self._jobs.values() for job in jobs)
+        return shared or (masked and self._mode != "zero")
+
+    def hear(self, capture: Capture) -> None:
+        """Keep an attention call until its context arrives at the output projection."""
+        if capture.output is not None:
+            self._heard.setdefault(capture.output.name, []).append(capture)
+
+    def forget(self) -> None:
+        """Let go of every attention call."""
+        self._heard.clear()
+
+    def replace(self, module: nn.Module, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Pre-forward hook of an output projection."""
+        received, *rest = args
+        jobs = self._jobs[id(module)]
+        heard = self._heard.pop(jobs[0].layer.name, [])
+        if self.listens and not heard:
+            self._refuse(jobs[0])
+        job = jobs[0]
+        if len(jobs) > 1:
+            job = next(job for job in jobs if job.layer.layer == heard[-1].layer)
+        return (_replaced(received, job, self._mode, heard), *rest)
+
+    def _refuse(self, job: _Job) -> None:
+        reason = (
+            "Gradient checkpointing runs layers again in the backward pass, where this cannot be "
+            "told. Switch it off, or use mode='zero' where layers share no weights."
+            if replaying()
+            else "Call the whole model, not a part of it."
+        )
+        raise CaptureError(f"{job.layer.name} ran without its attention being heard. {reason}")
+
+
+def _jobs(
+    layers: Sequence[LayerHeads], plan: HeadPlan, mode: Mode, gates: Tensor | None
+) -> list[_Job]:
+    """Say what is done to each layer, after checking that it can be done."""
+    if gates is not None:
+        _check_gates(gates, layers)
+    jobs = []
+    shared = {layer.name for layer in layers if plan.of(layer)}
+    for row, layer in enumerate(layers):
+        heads = plan.of(layer)
+        if heads and mode != "zero" and not layer.in_order:
+            raise UnsupportedAttentionError(
+                f"mode={mode!r} needs tokens in batch order, and {layer.name} receives those of "
+                f"{layer.label} in another. Use mode='zero'."
+            )
+        if layer.projection is None or (gates is None and layer.name not in shared):
+            continue
+        gate = None if gates is None else gates[row, : layer.heads]
+        jobs.append(_Job(layer, layer.projection, torch.tensor(heads, dtype=torch.long), gate))
+    return jobs
+
+
+def _check_gates(gates: Tensor, layers: Sequence[LayerHeads]) -> None:
+    shape = tuple(existing_heads(layers).shape)
+    if not gates.is_floating_point() or gates.shape != shape:
+        raise InputError(
+            f"gates must be floating-point {list(shape)}. Got {gates.dtype} {list(gates.shape)}."
+        )
+    for layer in layers:
+        if layer.projection is None:
+            raise UnsupportedAttentionError(
+                f"The heads of {layer.label} cannot be gated: {layer.reason}."
+            )
+
+
+def _replaced(received: Tensor, job: _Job, mode: Mode, heard: Sequence[Capture]) -> Tensor:
+    """The input of an output projection with gates and masks applied."""
+    layer = job.layer
+    context = received.movedim(layer.axis, -1).unflatten(-1, (layer.heads, layer.width))
+    if job.gate is not None:
+        context = context * job.gate.to(context)[:, None]
+    if job.masked.numel():
+        masked = job.masked.to(context.device)
+        context = context.index_copy(-2, masked, _substitute(context, masked, mode, heard))
+    return context.flatten(-2).movedim(-1, layer.axis)
+
+
+def _substitute(context: Tensor, masked: Tensor, mode: Mode, heard: Sequence[Capture]) -> Tensor:
+    """What takes the place of the masked contexts, `[..., h, D]`."""
+    chosen = context.index_select(-2, masked)
+    if mode == "zero":
+        return torch.zeros_like(chosen)
+    (capture,) = heard
+    if mode == "mean":
+        return _mean(chosen, capture.real_rows, masked)
+    return _uniform(capture, masked).to(chosen.dtype).expand_as(chosen)
+
+
+def _mean(chosen: Tensor, real: Tensor, masked: Tensor) -> Tensor:
+    """The mean over the real tokens of each example: `[B, Q, h, D]`, equal for all tokens."""
+    if real.shape[1] > 1:
+        real = real.index_select(1, masked)
+    real = real.transpose(1, 2)[..., None]  # [B, Q, 1 or h, 1]
+    total = torch.where(real, chosen, 0).sum(1, keepdim=True)
+    return (total / real.sum(1, keepdim=True).clamp(min=1)).to(chosen.dtype).expand_as(chosen)
+
+
+def _uniform(capture: Capture, masked: Tensor) -> Tensor:
+    """Every key that a row may attend to, weighted alike: `[B, Q or 1, h, D]`."""
+    value = capture.value.index_select(1, masked)
+    value = value.to(working_dtype(value))
+    mask = capture.mask
+    if mask is None:
+        return value.mean(2, keepdim=True).transpose(1, 2)
+    if mask.shape[1] > 1:
+        mask = mask.index_select(1, masked)
+    weights = mask.expand(*mask.shape[:-1], value.shape[2]).to(value)
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1)
+    return (weights @ value).transpose(1, 2)

@@ -1,0 +1,257 @@
+"""Which heads to mask or prune, checked against the heads there are."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlens.errors import InputError, UnsupportedAttentionError
+from attnlens.files import write_atomically
+from attnlens.pruning.heads import LayerHeads
+from attnlens.saving import storable
+
+LayerKey = tuple[str, int]
+_FORMAT = 1
+
+
+@storable()
+@dataclass(frozen=True)
+class HeadPlan:
+    """Heads chosen to be masked or pruned.
+
+    Attributes:
+        heads: by stack and layer, the chosen heads in ascending order; layers without are left
+            out.
+    """
+
+    heads: Mapping[LayerKey, tuple[int, ...]]
+
+    def __len__(self) -> int:
+        """Number of heads."""
+        return sum(map(len, self.heads.values()))
+
+    def __str__(self) -> str:
+        rows = (f"{stack} {layer}: {list(heads)}" for (stack, layer), heads in self.heads.items())
+        return "; ".join(rows)
+
+    def of(self, layer: LayerHeads) -> tuple[int, ...]:
+        """Return the chosen heads of a layer."""
+        return self.heads.get(layer.key, ())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        rows = [
+            {"stack": stack, "layer": layer, "heads": list(heads)}
+            for (stack, layer), heads in self.heads.items()
+        ]
+        return {"format": _FORMAT, "heads": rows}
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> HeadPlan:
+        """Read what :meth:`to_dict` returned.
+
+        Args:
+            document: the plain values; further entries are ignored.
+
+        Returns:
+            The plan.
+
+        Raises:
+            InputError: if it is not a head plan, or of a newer format.
+        """
+        try:
+            known = document["format"] <= _FORMAT
+            heads = {
+                (str(row["stack"]), int(row["layer"])): tuple(map(int, row["heads"]))
+                for row in document["heads"]
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"This is not a head plan: {error!r}.") from error
+        if not known:
+            raise InputError(f"Head plan of format {document['format']}; known is {_FORMAT}.")
+        return cls(heads)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> HeadPlan:
+        """Read a plan from a JSON file.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The plan.
+
+        Raises:
+            InputError: if the file holds no head plan.
+        """
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"Cannot read a head plan from {path}: {error}.") from error
+        return cls.from_dict(document)
+
+
+# layer → heads; a boolean [L, H]; or a plan
+Heads = Mapping[Any, Iterable[int]] | Tensor | HeadPlan
+
+
+def resolve(heads: Heads, layers: Sequence[LayerHeads]) -> HeadPlan:
+    """Check which heads are meant.
+
+    Args:
+        heads: `{layer: [head, …]}`, a boolean `[L, H]` tensor whose rows are `layers`, or a plan.
+            A layer is an index (negative ones count from the end) or `(stack, index)`.
+        layers: the heads there are.
+
+    Returns:
+        The plan; it may be empty.
+
+    Raises:
+        InputError: if a layer or head does not exist or is named twice, or a tensor has the wrong
+            shape or type.
+        UnsupportedAttentionError: if the output projection of a chosen layer is not known.
+    """
+    if isinstance(heads, HeadPlan):
+        heads = heads.heads
+    if isinstance(heads, Tensor):
+        heads = _of_tensor(heads, layers)
+    if not isinstance(heads, Mapping):
+        raise InputError(
+            f"heads must be {{layer: [head, ...]}} or a boolean [L, H] tensor. Got {heads!r}."
+        )
+    chosen: dict[LayerKey, tuple[int, ...]] = {}
+    for key, numbers in heads.items():
+        layer = _layer(key, layers)
+        if layer.key in chosen:
+            raise InputError(f"heads names {layer.label} twice. Got keys {list(heads)}.")
+        chosen[layer.key] = _checked(numbers, layer)
+    return HeadPlan({layer.key: chosen[layer.key] for layer in layers if chosen.get(layer.key)})
+
+
+def head_mask(plan: HeadPlan, layers: Sequence[LayerHeads]) -> Tensor:
+    """Write a plan as a tensor.
+
+    Args:
+        plan: the plan.
+        layers: its rows.
+
+    Returns:
+        `[L, H]` bool, True for chosen heads.
+    """
+    mask = torch.zeros(len(layers), max(layer.heads for layer in layers), dtype=torch.bool)
+    for row, layer in enumerate(layers):
+        mask[row, list(plan.of(layer))] = True
+    return mask
+
+
+def existing_heads(layers: Sequence[LayerHeads]) -> Tensor:
+    """Tell which entries of an `[L, H]` tensor are heads.
+
+    Args:
+        layers: its rows.
+
+    Returns:
+        `[L, H]` bool, False where a layer has fewer heads than the widest.
+    """
+    counts = torch.tensor([layer.heads for layer in layers])
+    return torch.arange(int(counts.max())) < counts[:, None]
+
+
+def require_same_in_shared_layers(plan: HeadPlan, layers: Sequence[LayerHeads]) -> None:
+    """Refuse plans that treat layers with the same weights differently.
+
+    Args:
+        plan: the plan.
+        layers: the heads there are.
+
+    Raises:
+        InputError: if two layers share their output projection, but not their chosen heads.
+    """
+    first: dict[int, LayerHeads] = {}
+    for layer in layers:
+        other = first.setdefault(id(layer.projection), layer)
+        if layer.projection is not None and plan.of(layer) != plan.of(other):
+            raise InputError(
+                f"Layers {other.layer} and {layer.layer} share the weights of {layer.site}, so "
+                f"the same heads must go in both. Got {list(plan.of(other))} and "
+                f"{list(plan.of(layer))}. mask_heads treats shared layers separately."
+            )
+
+
+def write_json(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
+    """Write a JSON file whole or not at all.
+
+    Args:
+        path: the file; its folder must exist.
+        document: plain values.
+    """
+    write_atomically(path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
+
+
+def _of_tensor(heads: Tensor, layers: Sequence[LayerHeads]) -> dict[LayerKey, list[int]]:
+    shape = (len(layers), max(layer.heads for layer in layers))
+    if heads.dtype != torch.bool or heads.shape != shape:
+        raise InputError(
+            f"heads must be bool {list(shape)}. Got {heads.dtype} {list(heads.shape)}."
+        )
+    return {
+        layer.key: row.nonzero()[:, 0].tolist()
+        for layer, row in zip(layers, heads.cpu(), strict=True)
+        if row.any()
+    }
+
+
+def _layer(key: Any, layers: Sequence[LayerHeads]) -> LayerHeads:
+    """Find the layer that a key of a plan names."""
+    stacks = list(dict.fromkeys(layer.stack for layer in layers))
+    if isinstance(key, tuple) and len(key) == 2 and key[0] in stacks:
+        stack, index = key
+    elif len(stacks) > 1:
+        raise InputError(
+            f"The model has several stacks of layers, so layers are named (stack, index), with "
+            f"stack one of {stacks}. Got {key!r}."
+        )
+    else:
+        stack, index = stacks[0], key
+    members = {layer.layer: layer for layer in layers if layer.stack == stack}
+    number = _integer(index)
+    if number is not None and number < 0:
+        number += max(members) + 1
+    if number not in members:
+        raise InputError(f"There is no layer {key!r}: {stack} has layers {sorted(members)}.")
+    return members[number]
+
+
+def _checked(numbers: Iterable[int], layer: LayerHeads) -> tuple[int, ...]:
+    """The chosen heads of one layer in ascending order."""
+    given = list(numbers) if isinstance(numbers, Iterable) else [numbers]
+    indices = [_integer(number) for number in given]
+    heads = [i for i in indices if i is not None and 0 <= i < layer.heads]
+    if len(heads) < len(given):
+        wrong = next(g for g, i in zip(given, indices, strict=True) if i not in heads)
+        raise InputError(f"{layer.label} has heads 0 to {layer.heads - 1}. Got {wrong!r}.")
+    if len(set(heads)) < len(heads):
+        raise InputError(f"heads of {layer.label} holds duplicates. Got {given}.")
+    if heads and layer.projection is None:
+        raise UnsupportedAttentionError(
+            f"The heads of {layer.label} cannot be told apart behind the attention: {layer.reason}."
+        )
+    return tuple(sorted(heads))
+
+
+def _integer(number: Any) -> int | None:
+    """The number as an integer, or None if it is not one."""
+    if isinstance(number, bool):
+        return None
+    try:
+        return operator.index(number)
+    except TypeError:
+        return None

@@ -1,0 +1,221 @@
+"""Scores of heads: how much each matters, by several measures.
+
+Every score is `[L, H]`, larger where a head matters more, NaN where a layer has no such head. Rows
+are those of `HeadStatistics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnlens.attention.statistics import HeadStatistics
+from attnlens.capture import Kind
+from attnlens.errors import InputError
+from attnlens.lens import Lens
+from attnlens.pruning.headed import HeadedLayer, find_headed
+from attnlens.pruning.heads import LayerHeads, Probe, evaluating, find_heads
+from attnlens.pruning.mask import masking
+from attnlens.pruning.plan import HeadPlan, existing_heads
+
+Batch = Mapping[str, Any]
+Loss = Callable[[Any, Batch], Tensor]
+
+# Scores that are fields of HeadStatistics.
+STATISTICS = ("effective_norm", "effective_fraction", "output_norm", "attention_norm")
+SCORES = (*STATISTICS, "gradient", "magnitude", "random")
+
+
+def model_loss(output: Any, batch: Batch) -> Tensor:
+    """Take the loss a model computed from the labels in its batch.
+
+    Args:
+        output: what the model returned.
+        batch: its keyword inputs.
+
+    Returns:
+        The loss, a scalar.
+
+    Raises:
+        InputError: if there is none.
+    """
+    loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise InputError(
+            f"The model returned no loss for a batch of {sorted(batch)}. Put labels into the "
+            f"batches, or pass loss=."
+        )
+    return loss
+
+
+def head_scores(
+    model: nn.Module,
+    scores: Iterable[str],
+    batches: Sequence[Batch] | None = None,
+    *,
+    loss: Loss = model_loss,
+    seed: int = 0,
+    inputs: Mapping[str, Any] | None = None,
+    kinds: Iterable[Kind] | Kind | None = None,
+) -> dict[str, Tensor]:
+    """Score the heads of a model.
+
+    Args:
+        model: a `PreTrainedModel`, or any module with one inside.
+        scores: names: `effective_norm` `‖A⊥‖_F`, `effective_fraction` `‖A⊥‖²/‖A‖²`, `output_norm`
+            `‖A T‖_F`, `attention_norm` `‖A‖_F`, each a mean over examples; `gradient`, the mean
+            over examples of `|∂L/∂ξ|` for a gate ξ on the head; `magnitude`, the Frobenius norm of
+            the head's weights in q, k, v and W_O; `random`.
+        batches: keyword inputs of the model; needed by all but `magnitude` and `random`.
+        loss: from the model's output and the batch to a scalar, for `gradient`.
+        seed: for `random`.
+        inputs: small keyword inputs of the model, to find the heads; made up by default.
+        kinds: kinds of attention, as for a lens.
+
+    Returns:
+        By name, `[L, H]` float64, NaN where a layer has no such head.
+
+    Raises:
+        InputError: if a name is unknown, or batches are needed and missing.
+
+    References:
+        Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3; Michel, Levy,
+        Neubig, "Are Sixteen Heads Really Better than One?", NeurIPS 2019, equation 2.
+    """
+    probe = Probe(model, inputs)
+    return Scorer(probe, find_heads(probe, kinds), batches, loss, kinds)(scores, HeadPlan({}), seed)
+
+
+class Scorer:
+    """Score heads that were found before, possibly with some of them masked.
+
+    Args:
+        probe: runs the model.
+        layers: its heads.
+        batches: keyword inputs of the model, or None.
+        loss: from the model's output and the batch to a scalar.
+        kinds: the kinds of attention that `layers` are of.
+    """
+
+    def __init__(
+        self,
+        probe: Probe,
+        layers: Sequence[LayerHeads],
+        batches: Sequence[Batch] | None,
+        loss: Loss = model_loss,
+        kinds: Iterable[Kind] | Kind | None = None,
+    ) -> None:
+        self._probe = probe
+        self._layers = layers
+        self._batches = batches
+        self._loss = loss
+        self._kinds = kinds
+
+    def __call__(self, scores: Iterable[str], plan: HeadPlan, seed: int) -> dict[str, Tensor]:
+        """Score the heads.
+
+        Args:
+            scores: names.
+            plan: heads that are masked meanwhile.
+            seed: for `random`.
+
+        Returns:
+            By name, `[L, H]` float64.
+
+        Raises:
+            InputError: if a name is unknown, or batches are needed and missing.
+        """
+        names = list(scores)
+        unknown = [name for name in names if name not in SCORES]
+        if unknown:
+            raise InputError(f"No score {unknown[0]!r}. There are: {', '.join(SCORES)}.")
+        if self._batches is None and set(names) & {*STATISTICS, "gradient"}:
+            raise InputError(f"The scores {names} look at examples. Pass batches=.")
+        found: dict[str, Tensor] = {}
+        with evaluating(self._probe.model):
+            if set(names) & set(STATISTICS):
+                found |= self._statistics(plan)
+            if "gradient" in names:
+                found["gradient"] = self._gradient(plan)
+        if "magnitude" in names:
+            found["magnitude"] = self._magnitude()
+        if "random" in names:
+            found["random"] = self._random(seed)
+        return {name: self._without_missing(found[name]) for name in names}
+
+    def _statistics(self, plan: HeadPlan) -> dict[str, Tensor]:
+        statistics = HeadStatistics()
+        model = self._probe.model
+        with (
+            masking(model, self._layers, plan, kinds=self._kinds),
+            Lens(model, statistics, kinds=self._kinds),
+            torch.no_grad(),
+        ):
+            for batch in self._batches or ():
+                model(**batch)
+        result = statistics.compute()
+        rows = [result.layers.index(layer.key) for layer in self._layers]
+        return {name: result.tensors()[name][rows] for name in STATISTICS}
+
+    def _gradient(self, plan: HeadPlan) -> Tensor:
+        """The mean over examples of `|∂L/∂ξ|`."""
+        model = self._probe.model
+        parameter = next(model.parameters())
+        gates = torch.ones(existing_heads(self._layers).shape, device=parameter.device)
+        gates.requires_grad_()
+        total, examples = torch.zeros_like(gates, requires_grad=False).double(), 0
+        with (
+            masking(model, self._layers, plan, gates=gates, kinds=self._kinds),
+            torch.enable_grad(),
+        ):
+            for example in _examples(self._batches or ()):
+                loss = self._loss(model(**example), example)
+                total += torch.autograd.grad(loss, gates)[0].abs().double()
+                examples += 1
+        return (total / examples).cpu()
+
+    def _magnitude(self) -> Tensor:
+        by_projection = {
+            id(headed.layer.projection): _weight_norms(headed)
+            for headed in find_headed(self._probe, self._layers)
+        }
+        scores = torch.zeros(existing_heads(self._layers).shape, dtype=torch.float64)
+        for row, layer in enumerate(self._layers):
+            if layer.projection is not None:
+                scores[row, : layer.heads] = by_projection[id(layer.projection)]
+        return scores
+
+    def _random(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        shape = existing_heads(self._layers).shape
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    def _without_missing(self, scores: Tensor) -> Tensor:
+        return scores.double().masked_fill(~existing_heads(self._layers), torch.nan)
+
+
+def _weight_norms(headed: HeadedLayer) -> Tensor:
+    """The Frobenius norm of each head's weights: `[H]`."""
+    squares = torch.zeros(headed.layer.heads, dtype=torch.float64)
+    for weight in headed.weights:
+        if weight.is_matrix:
+            others = [dim for dim in range(weight.tensor.dim()) if dim != weight.dim]
+            each = weight.tensor.detach().double().square().sum(others).cpu()
+            squares += weight.owners.double() @ each
+    return squares.sqrt()
+
+
+def _examples(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Every example as a batch of one."""
+    for batch in batches:
+        size = max(len(value) for value in batch.values() if isinstance(value, Tensor))
+        for index in range(size):
+            yield {
+                name: value[index : index + 1]
+                if isinstance(value, Tensor) and len(value) == size
+                else value
+                for name, value in batch.items()
+            }

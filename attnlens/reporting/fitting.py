@@ -1,0 +1,187 @@
+"""How much of the maps a page has room for, and in what detail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from attnlens.reporting.examples import ExampleMaps, LayerKey
+from attnlens.reporting.fixed_point import map_planes, packed
+
+DECIMALS = (6, 5, 4, 3)
+LEAST_TOKENS = 32
+_OVERHEAD = 200  # bytes of JSON, of headers and of incompressible remains per block
+_SAMPLE = 12  # blocks that are packed to estimate the size of all
+
+
+@dataclass(frozen=True)
+class Detail:
+    """What of the maps to include.
+
+    Attributes:
+        decimals: decimals of their values.
+        tokens: most tokens of an example, from the first.
+        heads: most heads of a layer, those with the largest share of null attention first.
+        examples: how many examples, from the first.
+    """
+
+    decimals: int
+    tokens: int
+    heads: int
+    examples: int
+
+
+class MapBlocks:
+    """Maps to be packed, a block for each example and attention call.
+
+    Args:
+        maps: the maps.
+    """
+
+    def __init__(self, maps: Sequence[ExampleMaps]) -> None:
+        self.maps = maps
+        self.examples = len({seen.example for seen in maps})
+        self.heads = max((len(heads) for heads in self._ranking.values()), default=0)
+
+    def fitted(self, tokens: int, room: int) -> tuple[Detail, list[str]]:
+        """Choose the finest detail that fits, and pack.
+
+        Decimals go first, then tokens beyond the 32nd, then heads, then examples.
+
+        Args:
+            tokens: most tokens of an example.
+            room: bytes there are.
+
+        Returns:
+            The detail and the blocks; an empty string for a block that was left out.
+        """
+        whole = Detail(DECIMALS[0], tokens, self.heads, self.examples)
+        if not self.maps:
+            return whole, []
+        budget = float(room)
+        while True:
+            detail = next(d for d in self._coarser(whole) if self._estimate(d) <= max(0, budget))
+            blocks = [self.packed(seen, detail) for seen in self.maps]
+            size = sum(len(block) + _OVERHEAD for block in blocks if block)
+            if size <= room or not detail.examples:
+                return detail, blocks
+            budget = 0.98 * min(budget, self._estimate(detail)) * room / size
+
+    def packed(self, seen: ExampleMaps, detail: Detail) -> str:
+        """Pack the maps of one block."""
+        heads = self.heads_of(seen, detail)
+        if not heads:
+            return ""
+        window = ([seen.heads.index(head) for head in heads], slice(detail.tokens))
+        raw, effective = (m[window][..., : detail.tokens] for m in (seen.raw, seen.effective))
+        return packed(map_planes(raw, effective, detail.decimals))
+
+    def heads_of(self, seen: ExampleMaps, detail: Detail) -> list[int]:
+        """Heads of a block that are included, ascending."""
+        if self._order.index(seen.example) >= detail.examples:
+            return []
+        return sorted(set(self._ranking[seen.layer][: detail.heads]) & set(seen.heads))
+
+    def _coarser(self, whole: Detail) -> Iterator[Detail]:
+        """Every detail worth trying, finest first; the last is nothing at all."""
+        detail = whole
+        for decimals in DECIMALS:
+            detail = replace(whole, decimals=decimals)
+            yield detail
+        longest = max((max(seen.raw.shape[1:]) for seen in self.maps), default=0)
+        for tokens in range(min(longest, whole.tokens) - 1, LEAST_TOKENS - 1, -1):
+            detail = replace(detail, tokens=tokens)
+            yield detail
+        for heads in range(whole.heads - 1, 0, -1):
+            detail = replace(detail, heads=heads)
+            yield detail
+        for examples in range(whole.examples - 1, -1, -1):
+            yield replace(detail, examples=examples)
+
+    def _estimate(self, detail: Detail) -> float:
+        """Bytes that a detail will take, judged by a sample."""
+        blocks = [seen for seen in self.maps if self.heads_of(seen, detail)]
+        cells = sum(self._cells(seen, detail) for seen in blocks)
+        return cells * self._density(detail.decimals) + _OVERHEAD * len(blocks)
+
+    def _density(self, decimals: int) -> float:
+        if decimals not in self._densities:
+            step = max(1, len(self.maps) // _SAMPLE)
+            sample = sorted(self.maps, key=lambda seen: seen.raw.numel())[step // 2 :: step]
+            detail = Detail(decimals, 96, self.heads, self.examples)
+            bytes_ = sum(len(self.packed(seen, detail)) for seen in sample)
+            cells = sum(self._cells(seen, detail) for seen in sample)
+            self._densities[decimals] = bytes_ / max(1, cells)
+        return self._densities[decimals]
+
+    def _cells(self, seen: ExampleMaps, detail: Detail) -> int:
+        rows, columns = (min(size, detail.tokens) for size in seen.raw.shape[1:])
+        return len(self.heads_of(seen, detail)) * rows * columns
+
+    @cached_property
+    def _densities(self) -> dict[int, float]:
+        return {}
+
+    @cached_property
+    def _order(self) -> list[int]:
+        return sorted({seen.example for seen in self.maps})
+
+    @cached_property
+    def _ranking(self) -> dict[LayerKey, list[int]]:
+        """Heads of each layer, those with the largest share of null attention first."""
+        null: dict[LayerKey, dict[int, tuple[float, float]]] = {}
+        for seen in self.maps:
+            raw, effective = seen.raw.double(), seen.effective.double()
+            whole = raw.square().sum((1, 2)).tolist()
+            lost = (raw - effective).square().sum((1, 2)).tolist()
+            of_layer = null.setdefault(seen.layer, {})
+            for head, part, total in zip(seen.heads, lost, whole, strict=True):
+                before = of_layer.get(head, (0.0, 0.0))
+                of_layer[head] = (before[0] + part, before[1] + total)
+        return {
+            layer: sorted(heads, key=lambda head: -heads[head][0] / (heads[head][1] or 1.0))
+            for layer, heads in null.items()
+        }
+
+
+def notes_on(detail: Detail, blocks: MapBlocks, asked: int, lengths: Sequence[int]) -> list[str]:
+    """Say what was left out of the maps, and how to get it.
+
+    Args:
+        detail: what was included.
+        blocks: the maps.
+        asked: most tokens of an example that were asked for.
+        lengths: tokens of each example.
+
+    Returns:
+        Sentences.
+    """
+    notes = []
+    remedy = (
+        "Choose layers or heads (layers=, heads=; --layers, --heads), pass fewer examples, or "
+        "allow a larger file (max_bytes=; --megabytes)."
+    )
+    if detail.decimals < DECIMALS[0]:
+        notes.append(
+            f"Map values are rounded to {detail.decimals} decimals to keep the file small."
+        )
+    longer = [length for length in lengths if length > detail.tokens]
+    if longer:
+        reason = "" if detail.tokens == asked else ", so that maps of all heads fit into the file"
+        cure = "Raise max_tokens= (--max-tokens)." if detail.tokens == asked else remedy
+        notes.append(
+            f"{len(longer)} of {len(lengths)} examples have more than {detail.tokens} tokens, up "
+            f"to {max(longer)}; the first {detail.tokens} are shown{reason}. Everything was "
+            f"computed over whole examples. {cure}"
+        )
+    if detail.heads < blocks.heads and detail.examples:
+        notes.append(
+            f"Maps of {detail.heads} of {blocks.heads} heads per layer are in the file: those of "
+            f"which most is null. {remedy}"
+        )
+    if detail.examples < blocks.examples:
+        notes.append(
+            f"Maps of {detail.examples} of {blocks.examples} examples are in the file. {remedy}"
+        )
+    return notes

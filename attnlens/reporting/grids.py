@@ -1,0 +1,149 @@
+"""Layer × head grids and curves over layers, as plain JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlens.recovery.token_identifiability import TokenIdentifiabilityResult
+from attnlens.results import MEANINGS, LayeredResult
+
+# The grids that open first, where present.
+_FIRST = ("effective_fraction", "rank", "entropy", "importance")
+
+
+def head_grids(
+    results: Sequence[LayeredResult], keys: Sequence[tuple[str, int]]
+) -> list[dict[str, Any]]:
+    """Lay out quantities of one number per head, the most telling first.
+
+    Args:
+        results: results of any kind; those with labels hold no such quantity.
+        keys: all layers, in the order of the page.
+
+    Returns:
+        A grid for each quantity.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for result in results:
+        if hasattr(result, "labels"):
+            continue
+        for field, values in result.tensors().items():
+            if values.dim() != 2:
+                continue
+            name = field.replace("_", " ")
+            again = f"{name}, {type(result).__name__.removesuffix('Result')}"
+            found[field if field not in found else again] = {
+                "name": name if field not in found else again,
+                "meaning": MEANINGS.get(field, ""),
+                "layers": [keys.index(key) for key in result.layers],
+                "values": numbers(values),
+            }
+    first = [name for name in _FIRST if name in found]
+    return [found[name] for name in [*first, *(name for name in found if name not in first)]]
+
+
+def layer_curves(
+    results: Sequence[LayeredResult], keys: Sequence[tuple[str, int]]
+) -> list[dict[str, Any]]:
+    """Lay out quantities by layer, with a line for each label.
+
+    Args:
+        results: results of any kind.
+        keys: all layers, in the order of the page.
+
+    Returns:
+        A curve for each quantity.
+    """
+    rates = [result for result in results if isinstance(result, TokenIdentifiabilityResult)]
+    others = [result for result in results if not isinstance(result, TokenIdentifiabilityResult)]
+    return [
+        *_identified(rates, keys),
+        *(curve for result in rates for curve in _rates_apart(result, keys)),
+        *(curve for result in others for curve in _by_label(result, keys)),
+    ]
+
+
+def _identified(
+    results: Sequence[TokenIdentifiabilityResult], keys: Sequence[tuple[str, int]]
+) -> list[dict[str, Any]]:
+    """Tokens identified by each map, beside what guessing would identify."""
+    curves = []
+    for layers in dict.fromkeys(result.layers for result in results):
+        same = [result for result in results if result.layers == layers]
+        lines = {f"{result.map}, {result.distance}": result.rate for result in same}
+        lines["control: position alone"] = same[0].position.expand(len(layers))
+        lines["control: chance"] = same[0].chance.expand(len(layers))
+        meaning = (
+            f"share of tokens of {int(same[0].sequences[2])} held-out sequences that a map finds "
+            f"again among the tokens of their sequence, from their hidden state alone"
+        )
+        curves.append(_curve("Tokens identified", layers, keys, lines, meaning))
+    return curves
+
+
+def _rates_apart(
+    result: TokenIdentifiabilityResult, keys: Sequence[tuple[str, int]]
+) -> list[dict[str, Any]]:
+    """Tokens identified by label, and neighbours by offset, where there are several."""
+    curves = []
+    if len(result.labels) > 1:
+        lines = dict(zip(result.labels, result.by_label.T, strict=True))
+        curves.append(
+            _curve(f"Tokens identified by label, {result.map}", result.layers, keys, lines)
+        )
+    if result.offsets:
+        names = [f"{offset:+d}".replace("-", "−") for offset in result.offsets]
+        lines = dict(zip(names, result.neighbours.T, strict=True))
+        curves.append(_curve(f"Neighbours identified, {result.map}", result.layers, keys, lines))
+    return curves
+
+
+def _by_label(result: LayeredResult, keys: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
+    """Quantities `[L]` and, of results with labels, `[L, G]`."""
+    labels = getattr(result, "labels", None)
+    curves = []
+    for name, values in result.tensors().items():
+        if name.endswith(("_error", "tokens")):
+            continue
+        expected = (len(result.layers), *(() if labels is None else (len(labels),)))
+        if tuple(values.shape) != expected:
+            continue
+        lines = dict(zip(labels or [""], values.reshape(len(result.layers), -1).T, strict=True))
+        title = f"{type(result).__name__.removesuffix('Result')}: {name.replace('_', ' ')}"
+        curves.append(_curve(title, result.layers, keys, lines, MEANINGS.get(name, "")))
+    return curves
+
+
+def _curve(
+    name: str,
+    layers: Sequence[tuple[str, int]],
+    keys: Sequence[tuple[str, int]],
+    lines: dict[str, Tensor],
+    meaning: str = "",
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "meaning": meaning,
+        "layers": [keys.index(key) for key in layers],
+        "labels": list(lines),
+        "values": numbers(torch.stack([values.double() for values in lines.values()])),
+    }
+
+
+def numbers(values: Tensor) -> list[list[float | None]]:
+    """Rows of numbers to six digits, None where there is none.
+
+    Args:
+        values: a matrix.
+
+    Returns:
+        Its rows.
+    """
+    return [
+        [float(f"{x:.6g}") if math.isfinite(x) else None for x in row] for row in values.tolist()
+    ]

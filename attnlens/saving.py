@@ -1,0 +1,250 @@
+"""Results and captures as plain files: safetensors with a JSON header, written whole or not at all.
+
+save(statistics.compute(), "heads.safetensors", model="my/model")
+result = load("heads.safetensors")
+
+What can be saved enters a registry by a decorator, :func:`storable`; nothing is known here of any
+quantity.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from attnlens.errors import InputError
+from attnlens.files import STATE, read_sealed, write_sealed
+
+Kind = TypeVar("Kind", bound=type)
+
+RESULTS: dict[str, type] = {}
+ENTRIES: dict[str, type] = {}  # these come in lists
+PARTS: dict[str, type] = {}  # these occur inside others only
+
+
+def storable(
+    of: Literal["result", "entry", "part"] = "result",
+) -> Callable[[Kind], Kind]:
+    """Let a dataclass of tensors and plain values be saved; a decorator.
+
+    Args:
+        of: `"result"` stands alone, `"entry"` comes in lists, `"part"` occurs inside others only.
+
+    Returns:
+        A decorator that leaves the class as it is.
+    """
+
+    def known(kind: Kind) -> Kind:
+        {"result": RESULTS, "entry": ENTRIES, "part": PARTS}[of][kind.__name__] = kind
+        return kind
+
+    return known
+
+
+def save(
+    result: Any,
+    path: str | os.PathLike[str],
+    *,
+    model: str = "",
+    settings: Mapping[str, Any] | None = None,
+    tokens: Sequence[Sequence[str]] | None = None,
+) -> None:
+    """Write a result, or a list of captures, maps, matrices or passes, to a safetensors file.
+
+    The file's metadata holds, under `attnlens`, a JSON header with the format version, the kind
+    of result, what is no tensor, names and shapes of the tensors, and the versions of the
+    libraries; and under `sha256` a digest of the file. An existing file is replaced at once or,
+    if anything fails, left as it is.
+
+    Args:
+        result: what an observer or a function of attnlens returned, or a list of
+            :class:`~attnlens.Capture`, :class:`~attnlens.attention.maps.AttentionMap`,
+            :class:`~attnlens.attribution.contributions.AttributionMatrices` or
+            :class:`~attnlens.attribution.saliency.PassSaliency`.
+        path: where to; the folder must exist.
+        model: name of the model, for the record.
+        settings: anything JSON can hold, for the record.
+        tokens: tokens of each example, for the record.
+
+    Raises:
+        InputError: if there is no form for such a result.
+    """
+    several = isinstance(result, (list, tuple))
+    kinds = {type(entry).__name__ for entry in (result if several else [result])}
+    if len(kinds) != 1 or not kinds <= (ENTRIES if several else RESULTS).keys():
+        raise InputError(
+            f"Results to save are one of {', '.join(RESULTS)}, or a list of one of "
+            f"{', '.join(ENTRIES)}. Got {', '.join(sorted(kinds))}"
+            f"{' in a list' if several else ''}."
+        )
+    writer = Writer()
+    content = writer.entries(result) if several else writer.fields_of(result)
+    header = {
+        "kind": kinds.pop(),
+        "entries" if several else "fields": content,
+        "parts": writer.parts,
+        "model": model,
+        "settings": dict(settings or {}),
+        "tokens": None if tokens is None else [list(example) for example in tokens],
+    }
+    write_sealed(path, writer.tensors, header)
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """Read what :func:`save` wrote.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The result or the list, bit-identical to what was saved, on the CPU.
+
+    Raises:
+        InputError: if the file is damaged, not from attnlens, or of another format.
+        FileNotFoundError: if there is no file.
+    """
+    header, tensors = read_sealed(path)
+    kind = _kind_of(path, header)
+    reader = Reader(path, header, tensors)
+    try:
+        if "entries" in header:
+            return [reader.build(kind, entry) for entry in header["entries"]]
+        return reader.build(kind, header["fields"])
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise InputError(f"The attnlens header of {path} is damaged: {error!r}.") from error
+
+
+def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read what :func:`save` noted beside the tensors: model, settings, tokens, versions, shapes.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The header.
+
+    Raises:
+        InputError: if the file is damaged, not from attnlens, or of another format.
+        FileNotFoundError: if there is no file.
+    """
+    return read_sealed(path)[0]
+
+
+def _kind_of(path: str | os.PathLike[str], header: Mapping[str, Any]) -> type:
+    known = RESULTS if "fields" in header else ENTRIES if "entries" in header else {}
+    kind = header["kind"]
+    if kind == STATE:
+        raise InputError(f"{path} holds a state, no result. Use load_state().")
+    if kind not in known:
+        raise InputError(f"{path} holds a {kind!r}. Readable: {', '.join(RESULTS | ENTRIES)}.")
+    return known[kind]
+
+
+class Writer:
+    """Takes objects apart into JSON and tensors, each shared tensor and part once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.parts: list[dict[str, Any]] = []
+        self._names: dict[tuple[Any, ...], str] = {}
+        self._places: dict[int, int] = {}
+
+    def entries(self, entries: Sequence[Any]) -> list[dict[str, Any]]:
+        """Every entry of a list, its tensors named `index.field`."""
+        return [self.fields_of(entry, f"{place}.") for place, entry in enumerate(entries)]
+
+    def fields_of(self, entry: Any, prefix: str = "") -> dict[str, Any]:
+        """Fields of a dataclass; a tensor of the name it would have anyway is left out."""
+        found = {}
+        for field in fields(entry):
+            value = getattr(entry, field.name)
+            if field.name.startswith("_"):
+                continue
+            if isinstance(value, Tensor) and self._name(value, prefix + field.name) == field.name:
+                continue
+            found[field.name] = self._plain(value, prefix + field.name)
+        return found
+
+    def _plain(self, value: Any, name: str) -> Any:
+        if isinstance(value, Tensor):
+            return {"tensor": self._name(value, name)}
+        if type(value).__name__ in PARTS | RESULTS:
+            return {"part": self._part(value)}
+        if isinstance(value, Mapping):
+            items = (part for item in value.items() for part in item)
+            return {"items": [self._plain(part, f"{name}.{i}") for i, part in enumerate(items)]}
+        if isinstance(value, (list, tuple)):
+            return [self._plain(part, f"{name}.{place}") for place, part in enumerate(value)]
+        if isinstance(value, np.generic):
+            return value.item()
+        return value
+
+    def _part(self, part: Any) -> int:
+        if id(part) not in self._places:
+            place = self._places[id(part)] = len(self.parts)
+            self.parts.append({"kind": type(part).__name__})  # before the parts inside it
+            self.parts[place]["fields"] = self.fields_of(part, f"part{place}.")
+        return self._places[id(part)]
+
+    def _name(self, tensor: Tensor, name: str) -> str:
+        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        key = memory if tensor.numel() else (name,)
+        known = self._names.setdefault(key, name)
+        if known == name:
+            self.tensors[name] = tensor
+        return known
+
+
+class Reader:
+    """Puts objects together again; what was shared is shared.
+
+    Args:
+        path: of the file, for messages.
+        header: the file's header.
+        tensors: by name.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> None:
+        self.path = path
+        self.tensors = tensors
+        self._parts: list[Mapping[str, Any]] = header.get("parts", [])
+        self._built: dict[int, Any] = {}
+
+    def build(self, kind: type, entry: Mapping[str, Any]) -> Any:
+        """One dataclass from its fields."""
+        names = {field.name for field in fields(kind) if not field.name.startswith("_")}
+        found = {name: self._value(value) for name, value in entry.items()}
+        found |= {name: t for name, t in self.tensors.items() if name in names - found.keys()}
+        missing = names ^ found.keys()
+        if missing:
+            raise InputError(
+                f"{self.path} does not hold a {kind.__name__}: {', '.join(sorted(missing))} "
+                f"missing or unknown."
+            )
+        return kind(**found)
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, list):  # JSON's lists are the tuples they were
+            return tuple(map(self._value, value))
+        if not isinstance(value, dict):
+            return value
+        if "tensor" in value:
+            return self.tensors[value["tensor"]]
+        if "items" in value:
+            items = [self._value(part) for part in value["items"]]
+            return dict(zip(items[::2], items[1::2], strict=True))
+        return self._part(value["part"])
+
+    def _part(self, place: int) -> Any:
+        if place not in self._built:
+            part = self._parts[place]
+            kind = (PARTS | RESULTS)[part["kind"]]
+            self._built[place] = self.build(kind, part["fields"])
+        return self._built[place]

@@ -1,0 +1,170 @@
+"""From a raw attention call, of either tap, to a `Capture`; the tap adds layer and projection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnlens.capture import Capture, Masking
+from attnlens.errors import CaptureError
+from attnlens.tap.dispatch import InterfaceCall
+from attnlens.tap.gradients import LiveContext
+from attnlens.tap.layout import Product, declared_heads, matmul_product
+from attnlens.tap.masks import normalise_mask
+from attnlens.tap.tracing import DirectCall, Event, SeenProduct
+
+MaskingOf = Callable[[InterfaceCall, Tensor, Tensor], Masking]
+
+
+def capture_of_call(call: InterfaceCall, site: str, masking_of: MaskingOf) -> Capture:
+    """Record a call of the attention interface.
+
+    Args:
+        call: the call.
+        site: name of the attention module.
+        masking_of: finds the masking of the call.
+
+    Returns:
+        The capture, without layer and projection.
+
+    Raises:
+        CaptureError: if the context has an unexpected shape.
+    """
+    arguments = call.arguments
+    query, key, value = (arguments[name].detach() for name in ("query", "key", "value"))
+    context = call.context.detach()
+    expected = query.shape[1] * value.shape[3]
+    if context.dim() != 4 or context.shape[2] * context.shape[3] != expected:
+        raise CaptureError(
+            f"{site}: the attention function returned {list(context.shape)} where "
+            f"[B, Q, H, D] was expected for query {list(query.shape)}."
+        )
+    context = context.transpose(1, 2)
+    query, key, value = (t.expand(context.shape[0], -1, -1, -1) for t in (query, key, value))
+    masking = masking_of(call, query, key)
+    if masking.causal:
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    scaling = arguments.get("scaling")
+    return _capture(
+        site,
+        value,
+        context,
+        masking,
+        query=query,
+        key=key,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        dropout=float(arguments.get("dropout") or 0.0),
+        softcap=arguments.get("softcap"),
+        sinks=_sinks(arguments),
+        implementation=call.implementation,
+    )
+
+
+def capture_of_event(event: Event, module: nn.Module, site: str) -> Capture:
+    """Record attention that a module ran itself.
+
+    Args:
+        event: a direct SDPA call, or a softmax and its product.
+        module: the attention module.
+        site: its name.
+
+    Returns:
+        The capture, without layer and projection.
+    """
+    heads = declared_heads(module)
+    if isinstance(event, SeenProduct):
+        return _of_product(event, heads, site)
+    return _of_direct(event, heads, site)
+
+
+def live_of_call(call: InterfaceCall) -> LiveContext:
+    """Find the context of an interface call in the graph.
+
+    Args:
+        call: the call.
+
+    Returns:
+        The context.
+    """
+    return LiveContext(call.context, lambda context: context.transpose(1, 2))
+
+
+def live_of_event(event: Event, module: nn.Module) -> LiveContext:
+    """Find the context of attention that a module ran itself in the graph.
+
+    Args:
+        event: a direct SDPA call, or a softmax and its product.
+        module: the attention module.
+
+    Returns:
+        The context; its arrangement holds on to no activation.
+    """
+    if isinstance(event, DirectCall) and event.output.dim() == 4:
+        return LiveContext(event.live, lambda context: context)
+    heads, arrange = declared_heads(module), event.arrangement()
+    return LiveContext(event.live, lambda context: arrange(context).by_heads(heads).output)
+
+
+def _of_product(event: SeenProduct, heads: int | None, site: str) -> Capture:
+    product = event.product.by_heads(heads)
+    mask = None
+    if event.keep is not None:
+        shape = event.product.attention.shape
+        keep = event.keep.expand(shape)
+        mask = Product(keep, event.product.value, event.product.output).by_heads(heads).attention
+    return _capture(
+        site,
+        product.value,
+        product.output,
+        Masking(mask, empty_rows="uniform"),
+        dropout=event.dropout,
+        implementation="softmax",
+        observed=product.attention,
+    )
+
+
+def _of_direct(event: DirectCall, heads: int | None, site: str) -> Capture:
+    query, key, value, mask = event.query, event.key, event.value, event.mask
+    output = event.output
+    if output.dim() != 4:
+        leading = output.shape[:-2]
+        if mask is not None:
+            mask = mask.expand(*leading, *mask.shape[-2:])
+            mask = matmul_product(mask, value, output).by_heads(heads).attention
+        query, key = (
+            matmul_product(part, value, output).by_heads(heads).attention for part in (query, key)
+        )
+        folded = matmul_product(output, value, output).by_heads(heads)
+        value, output = folded.value, folded.output
+    masking = normalise_mask(mask, "sdpa", query, key, {"is_causal": event.causal})
+    return _capture(
+        site,
+        value,
+        output,
+        masking,
+        query=query,
+        key=key,
+        scaling=query.shape[-1] ** -0.5 if event.scaling is None else float(event.scaling),
+        dropout=event.dropout,
+        implementation="direct sdpa",
+    )
+
+
+def _capture(site: str, value: Tensor, context: Tensor, masking: Masking, **rest: Any) -> Capture:
+    key = rest.pop("key", None)
+    return Capture(
+        site=site,
+        grouped_key=key,
+        grouped_value=value,
+        context=context,
+        masking=masking,
+        **rest,
+    )
+
+
+def _sinks(arguments: dict[str, Any]) -> Tensor | None:
+    sinks = arguments.get("s_aux")
+    sinks = arguments.get("sinks") if sinks is None else sinks
+    return None if sinks is None else sinks.detach()

@@ -1,0 +1,56 @@
+"""Compiled models run their uncompiled code while a lens looks.
+
+Hooks added after compilation are ignored by compiled code, silently. Inside a lens such a model
+runs eagerly, without recompiling; outside it, the compiled code is used again.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnlens.tap.shared import SharedSetting
+
+_stances: list[Any] = []
+
+
+def _force_eager() -> None:
+    _stances.append(torch.compiler.set_stance("force_eager"))
+
+
+def _restore() -> None:
+    _stances.pop().__exit__(None, None, None)
+
+
+_eager = SharedSetting(_force_eager, _restore)
+
+
+def running_eagerly(model: nn.Module) -> AbstractContextManager[None]:
+    """Make compiled code that holds a model run uncompiled for the duration of a block.
+
+    Whether `torch.compile` was applied to the model, to a module inside it or to a function around
+    it cannot be told from the model. Flex attention compiles its own kernel, which is the model's
+    business: such a model is left alone unless a module of it was compiled.
+
+    Args:
+        model: any module.
+
+    Returns:
+        A context manager.
+    """
+    return nullcontext() if _uses_flex(model) and not _is_compiled(model) else _eager.held()
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+def _uses_flex(model: nn.Module) -> bool:
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return any(getattr(c, "_attn_implementation", None) == "flex_attention" for c in configs)

@@ -1,0 +1,176 @@
+"""Tap on transformers' attention dispatch.
+
+While at least one lens is active, `AttentionInterface.get_interface` (and indexing, which
+remote code uses) returns the attention function wrapped, so that a listener sees the arguments
+and the result of each call of its own modules. The model's implementation, config and masks stay
+as they are, and other modules run the same function with the same arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import AttentionInterface
+
+from attnlens.capture import Masking
+from attnlens.tap.hooks import is_suspended
+from attnlens.tap.masks import normalise_mask
+from attnlens.tap.shared import SharedSetting, ThreadDepth
+
+
+@dataclass(frozen=True, eq=False)
+class InterfaceCall:
+    """One call of an attention function, as it happened.
+
+    Attributes:
+        module: the attention module.
+        implementation: `"eager"`, `"sdpa"`, ...
+        arguments: every argument by name.
+        context: the first result, `[B, Q, H, D]`.
+    """
+
+    module: nn.Module
+    implementation: str
+    arguments: dict[str, Any]
+    context: Tensor
+
+
+Listener = Callable[[InterfaceCall], None]
+
+_lock = threading.Lock()
+_running = ThreadDepth()
+_listeners: dict[int, tuple[Listener, ...]] = {}
+_ORIGINALS = {
+    name: inspect.getattr_static(AttentionInterface, name)
+    for name in ("get_interface", "__getitem__")
+}
+_INHERITED = {name for name in _ORIGINALS if name not in vars(AttentionInterface)}
+
+
+@contextmanager
+def listen(modules: Iterable[nn.Module], listener: Listener) -> Iterator[None]:
+    """Hand every attention call of some modules to a listener, for the duration of a block.
+
+    Args:
+        modules: attention modules.
+        listener: called after each of their attention calls, in the thread of the call.
+
+    Yields:
+        Nothing.
+    """
+    identities = [id(module) for module in modules]
+    with _wrapped.held():
+        with _lock:
+            for identity in identities:
+                _listeners[identity] = (*_listeners.get(identity, ()), listener)
+        try:
+            yield
+        finally:
+            with _lock:
+                for identity in identities:
+                    others = _listeners.pop(identity)
+                    rest = tuple(other for other in others if other is not listener)
+                    if rest:
+                        _listeners[identity] = rest
+
+
+def running() -> bool:
+    """Whether an attention function of the interface is running in this thread."""
+    return bool(_running)
+
+
+def masking_of(call: InterfaceCall, query: Tensor, key: Tensor) -> Masking:
+    """Find what restricts and shifts the logits of a call.
+
+    Args:
+        call: the call.
+        query: `[B, H, Q, D]`.
+        key: `[B, Hkv, K, D]`.
+
+    Returns:
+        Mask, additive mask and causal rule in the common convention, without position bias.
+    """
+    resolved = {**call.arguments, "is_causal": is_causal(call)}
+    raw = call.arguments.get("attention_mask")
+    return normalise_mask(raw, call.implementation, query, key, resolved)
+
+
+def is_causal(call: InterfaceCall) -> bool:
+    """Resolve the causal rule as the implementations do; eager attention has none.
+
+    Args:
+        call: the call.
+
+    Returns:
+        The keyword argument, else the module's own setting, else True.
+    """
+    if call.implementation == "eager":
+        return False
+    given = call.arguments.get("is_causal")
+    return bool(getattr(call.module, "is_causal", True) if given is None else given)
+
+
+def _install() -> None:
+    def get_interface(self: AttentionInterface, implementation: str, default: Any) -> Any:
+        function = _ORIGINALS["get_interface"](self, implementation, default)
+        eager = implementation in (None, "eager") or function is default
+        return _watched(function, "eager" if eager else implementation)
+
+    def getitem(self: AttentionInterface, implementation: str) -> Any:
+        return _watched(_ORIGINALS["__getitem__"](self, implementation), implementation)
+
+    interface: Any = AttentionInterface
+    interface.get_interface = get_interface
+    interface.__getitem__ = getitem
+
+
+def _uninstall() -> None:
+    for name, original in _ORIGINALS.items():
+        if name in _INHERITED:
+            delattr(AttentionInterface, name)
+        else:
+            setattr(AttentionInterface, name, original)
+
+
+_wrapped = SharedSetting(_install, _uninstall)
+
+
+def _watched(function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
+    """Wrap an attention function so that listeners of the calling module hear of the call."""
+    if hasattr(function, "_attnlens_original"):
+        function = function._attnlens_original
+
+    @functools.wraps(function)
+    def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _running.entered():
+            result = function(module, *args, **kwargs)
+        listeners = _listeners.get(id(module))
+        if listeners and not is_suspended():
+            arguments = _by_name(function, module, args, kwargs)
+            call = InterfaceCall(module, implementation, arguments, result[0])
+            for listener in listeners:
+                listener(call)
+        return result
+
+    watched._attnlens_original = function  # type: ignore[attr-defined]
+    return watched
+
+
+def _by_name(
+    function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Bind positional arguments; what follows the mask has no common order."""
+    names = ("query", "key", "value", "attention_mask")
+    if len(args) > len(names):
+        bound = inspect.signature(function).bind(module, *args, **kwargs).arguments
+        flat = {**bound, **bound.pop("kwargs", {})}
+        positional = list(flat.values())[1:5]
+        return {**flat, **dict(zip(names, positional, strict=True))}
+    return {**kwargs, **dict(zip(names, args, strict=False))}

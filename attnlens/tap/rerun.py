@@ -1,0 +1,161 @@
+"""A layer's call, kept so that it can be repeated with another hidden state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import Context
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from attnlens.errors import InputError
+from attnlens.tap.hooks import suspended
+from attnlens.tap.outputs import output_tensors
+
+Layout = Literal["batch", "tokens", "packed"]
+"""Hidden states as `[B, K, M]`, as `[K, B, M]`, or as `[K, M]` with all examples in a row."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """A call of a layer without its hidden state.
+
+    Attributes:
+        name: qualified name of the layer.
+        module: the layer.
+        args: positional arguments, with a gap wherever the hidden state was given.
+        kwargs: keyword arguments, likewise.
+        places: the gaps, as positions and keywords.
+        autocast: device type, dtype and whether autocast was on.
+    """
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    places: tuple[int | str, ...]
+    autocast: tuple[str, torch.dtype, bool]
+
+    @classmethod
+    def of(
+        cls, name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[LayerCall, Tensor] | None:
+        """Take a call apart.
+
+        Args:
+            name: qualified name of the layer.
+            module: the layer.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The call and the hidden state it was given, or None if no argument can be one.
+        """
+        given: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
+        hidden = given.get("hidden_states")
+        if not isinstance(hidden, Tensor):
+            tensors = (value for value in given.values() if isinstance(value, Tensor))
+            hidden = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+        if hidden is None:
+            return None
+        device = hidden.device.type
+        call = cls(
+            name,
+            module,
+            tuple(None if value is hidden else value for value in args),
+            {key: None if value is hidden else value for key, value in kwargs.items()},
+            tuple(place for place, value in given.items() if value is hidden),
+            (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
+        )
+        return call, hidden
+
+    def again(self, hidden: Tensor, layout: Layout = "batch") -> Tensor:
+        """Call the layer with another hidden state, unheard by any lens.
+
+        Args:
+            hidden: `[B, K, M]`.
+            layout: how the layer has its hidden states.
+
+        Returns:
+            The layer's output, `[B, K, M]`.
+
+        Raises:
+            InputError: if the layer would write a cache a second time.
+        """
+        if any(_is_cache(value) for value in (*self.args, *self.kwargs.values())):
+            raise InputError(
+                f"{self.name} was given a cache, which calling it again for its derivatives would "
+                f"write to. Pass use_cache=False to the model, or kinds= to the lens."
+            )
+        hidden = _restored(hidden, layout)
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for place in self.places:
+            if isinstance(place, int):
+                args[place] = hidden
+            else:
+                kwargs[place] = hidden
+        device, dtype, enabled = self.autocast
+        with (
+            suspended(),
+            # Casts made here must not be reused by the model, which may need their gradients.
+            torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False),
+        ):
+            # Transformers collects hidden states in a context variable: an empty context has none.
+            output = Context().run(self.module, *args, **kwargs)
+        return arranged(output_tensors(output)[0], layout)
+
+
+def arranged(tensor: Tensor, layout: Layout) -> Tensor:
+    """Bring a hidden state, or its gradient, to batch-first layout.
+
+    Args:
+        tensor: as the model has it.
+        layout: how that is.
+
+    Returns:
+        `[B, K, M]`, a view; examples that were packed remain one example.
+    """
+    if layout == "packed":
+        return tensor.unsqueeze(0)
+    return tensor.transpose(0, 1) if layout == "tokens" else tensor
+
+
+def _restored(tensor: Tensor, layout: Layout) -> Tensor:
+    if layout == "packed":
+        return tensor.squeeze(0)
+    return tensor.transpose(0, 1) if layout == "tokens" else tensor
+
+
+def mixes_first_axis(call: LayerCall, hidden: Tensor) -> bool | None:
+    """Find out whether the first axis of a hidden state counts tokens, by changing one entry.
+
+    Args:
+        call: the call of the layer.
+        hidden: what the layer was given.
+
+    Returns:
+        True if other entries of the output depend on the first one; None where the layer cannot
+        be called again.
+    """
+    changed = hidden.clone()
+    changed[0] = hidden[0].flip(-1)
+    try:
+        outputs = [_seeded(call, state) for state in (hidden, changed)]
+    except (InputError, RuntimeError):
+        return None
+    return not torch.equal(outputs[0][1:], outputs[1][1:])
+
+
+def _seeded(call: LayerCall, hidden: Tensor) -> Tensor:
+    """Call a layer again; every call draws the same random numbers, and none of the user's."""
+    devices = [hidden.device] if hidden.is_cuda else []
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        return call.again(hidden)
+
+
+def _is_cache(value: Any) -> bool:
+    return isinstance(value, Cache) or type(value).__name__.endswith("Cache")

@@ -1,0 +1,1 @@
+"""Models and tokenizers from a folder; texts read, tokenised and cut into batches."""
