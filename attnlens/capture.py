@@ -162,7 +162,7 @@ class Capture:
         dropout: dropout probability that acted on A in this call; 0 in evaluation.
         softcap: c in `c · tanh(logits / c)`, or None.
         sinks: logits of an extra softmax column, or None.
-        output: W_O as found by following the context, or None with `projection_reason`.
+        output_projection: W_O as found by following the context, or None with `projection_reason`.
         projection_reason: why there is no `projection`; empty when there is one.
         implementation: the attention implementation that ran, such as `"sdpa"`; `"direct sdpa"` or
             `"softmax"` where the module runs its own.
@@ -187,7 +187,7 @@ class Capture:
     dropout: float = 0.0
     softcap: float | None = None
     sinks: Tensor | None = None
-    output: OutputProjection | None = None
+    output_projection: OutputProjection | None = None
     projection_reason: str = ""
     implementation: str = ""
     observed: Tensor | None = field(default=None, repr=False)
@@ -224,7 +224,7 @@ class Capture:
     @property
     def projection(self) -> Tensor | None:
         """Per-head H, `[H, D, M]`, or None for the reason in `projection_reason`."""
-        return None if self.output is None else self.output.weight
+        return None if self.output_projection is None else self.output_projection.weight
 
     @cached_property
     def support(self) -> Support:
@@ -244,12 +244,12 @@ class Capture:
     @property
     def value_space(self) -> Literal["T", "V"]:
         """`"T"` where H is known, else `"V"`: null spaces then refer to the values alone."""
-        return "V" if self.output is None else "T"
+        return "V" if self.output_projection is None else "T"
 
     @property
     def value_factor(self) -> Tensor | None:
         """`[H, D, D]` float64 C with `LN(V H) = LN(V C)`; None where V itself serves."""
-        return None if self.output is None else self.output.factor
+        return None if self.output_projection is None else self.output_projection.factor
 
     @property
     def exact_context(self) -> bool:
@@ -381,11 +381,11 @@ class Capture:
         Raises:
             CaptureError: where H is not known, with the reason.
         """
-        if self.output is None:
+        if self.output_projection is None:
             raise CaptureError(
                 f"{self.site} has no per-head output projection: {self.projection_reason}"
             )
-        return self.value @ self.output.weight.to(self.value.dtype)
+        return self.value @ self.output_projection.weight.to(self.value.dtype)
 
     def _repr_html_(self) -> str:
         batch, heads, queries, keys, width = self.shape

@@ -138,7 +138,7 @@ def check(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Verdict:
             return Verdict(name, False, True, (), str(error))
         identical = len(plain) == len(looked) and all(map(_same, plain, looked))
         captures = recording.compute()
-        modules = {c.output.name for c in captures if c.output is not None}
+        modules = {c.output_projection.name for c in captures if c.output_projection is not None}
         outputs = outputs_of(model, modules, lambda: _seeded(model, inputs))
         sites = tuple(_site(capture, outputs) for capture in captures)
     inexact = [site for site in sites if not site.exact]
@@ -179,7 +179,7 @@ def _site(capture: Capture, outputs: Mapping[str, list[Tensor]]) -> SiteVerdict:
         windows=capture.windows,
         mask=_mask_kind(capture),
         context_error=error,
-        projection=None if capture.output is None else capture.output.name,
+        projection=None if capture.output_projection is None else capture.output_projection.name,
         projection_reason=capture.projection_reason,
         projection_rank=_rank(capture),
         output_error=output_error,
@@ -189,7 +189,7 @@ def _site(capture: Capture, outputs: Mapping[str, list[Tensor]]) -> SiteVerdict:
 
 def _output_error(capture: Capture, outputs: Mapping[str, list[Tensor]]) -> float | None:
     """Compare `Σ_h A_h V_h H_h + b` with what W_O returned, token rows in any order."""
-    output = capture.output
+    output = capture.output_projection
     if output is None or not outputs.get(output.name):
         return None
     rows = torch.einsum("bhqd,hdm->bqm", capture.context.double(), output.weight.double())
@@ -222,8 +222,8 @@ def _mask_kind(capture: Capture) -> str:
 
 
 def _rank(capture: Capture) -> int | None:
-    if capture.output is None:
+    if capture.output_projection is None:
         return None
-    weight = capture.output.weight.double()
+    weight = capture.output_projection.weight.double()
     rtol = default_rtol(weight.shape[-1], weight.shape[-2])
     return int(torch.linalg.matrix_rank(weight, rtol=rtol).amin())

@@ -29,7 +29,7 @@ def captures_with_outputs(
     recording, outputs = Recording(), []
     with Lens(model, recording, kinds=kinds), torch.no_grad():
         model(**inputs)
-        projections = {capture.output.name for capture in recording.captures}
+        projections = {capture.output_projection.name for capture in recording.captures}
         handles = [
             model.get_submodule(name).register_forward_hook(
                 lambda module, args, output: outputs.append(output)
@@ -54,8 +54,8 @@ def test_projection_rebuilds_the_output(name: str, implementation: str) -> None:
         assert capture.projection.shape == (heads, width, models.HIDDEN)
         assert capture.value_space == "T" and capture.projection_reason == ""
         rebuilt = (capture.attention() @ capture.projected_value()).sum(1)
-        if capture.output.bias is not None:
-            rebuilt = rebuilt + capture.output.bias
+        if capture.output_projection.bias is not None:
+            rebuilt = rebuilt + capture.output_projection.bias
         expected = output.reshape(batch, queries, -1)
         torch.testing.assert_close(rebuilt, expected, rtol=1e-5, atol=1e-5)
 
@@ -66,8 +66,10 @@ def test_projection_of_a_transposed_weight() -> None:
     )
     model = models.initialise(hf.GPT2Model, config)
     for capture, output in captures_with_outputs(model, None, **models.text_inputs((19, 19))):
-        assert capture.output.name.endswith("attn.c_proj")
-        rebuilt = (capture.attention() @ capture.projected_value()).sum(1) + capture.output.bias
+        assert capture.output_projection.name.endswith("attn.c_proj")
+        rebuilt = (capture.attention() @ capture.projected_value()).sum(
+            1
+        ) + capture.output_projection.bias
         torch.testing.assert_close(rebuilt, output, rtol=1e-5, atol=1e-5)
 
 
@@ -97,7 +99,7 @@ def test_projection_is_read_again_after_an_update() -> None:
         model(hidden)
         model.output.weight[0] = 0
         model(hidden)
-    first, second, third = (capture.output for capture in recording.captures)
+    first, second, third = (capture.output_projection for capture in recording.captures)
     assert first is second
     assert third.weight[:, :, 0].eq(0).all()
     recording.reset()
@@ -159,7 +161,7 @@ def test_no_projection_and_why(model: TinyAttention, reason: str) -> None:
 def test_identity_between_is_seen_through(between: nn.Module | None) -> None:
     model = TinyAttention(between=between).eval()
     (capture,) = record(model, hidden_states())
-    assert capture.output.name == "output"
+    assert capture.output_projection.name == "output"
     per_head = model.output.weight.T.reshape(HEADS, WIDTH, -1)
     assert torch.equal(capture.projection, per_head)
 
@@ -239,7 +241,7 @@ def test_everything_is_detached() -> None:
     assert output.requires_grad
     for capture in recording.captures:
         tensors = [value for value in vars(capture).values() if isinstance(value, Tensor)]
-        tensors += [capture.projection, capture.output.bias, capture.attention()]
+        tensors += [capture.projection, capture.output_projection.bias, capture.attention()]
         assert len(tensors) > 5
         assert not any(tensor.requires_grad for tensor in tensors)
 

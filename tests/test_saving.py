@@ -193,7 +193,7 @@ def test_what_captures_share_is_written_and_loaded_once(seen, tmp_path):
     capture = seen["captures"][0]
     save([capture, replace(capture, call=1)], tmp_path / "a.safetensors")
     first, second = load(tmp_path / "a.safetensors")
-    assert first.masking is second.masking and first.output is second.output
+    assert first.masking is second.masking and first.output_projection is second.output_projection
     assert first.context is second.context
     shapes = read_header(tmp_path / "a.safetensors")["shapes"]
     assert len([name for name in shapes if name.endswith(("bias", "context"))]) == 2

@@ -182,7 +182,7 @@ def _sums(
         "tokens": share.expand_as(raw),
         "present": (tokens > 0).double().expand_as(raw),
     }
-    known = torch.full((1,), float(capture.output is not None), dtype=torch.float64)
+    known = torch.full((1,), float(capture.output_projection is not None), dtype=torch.float64)
     return {name: torch.where(counted, q, 0.0).sum(0) for name, q in quantities.items()} | {
         "examples": counted[..., 0].sum(0).double(),
         "skipped": (~finite).sum(0).double(),

@@ -121,7 +121,7 @@ class HeadStatistics(SumObserver):
         """
         *_, keys, width = capture.shape
         rtol = default_rtol(keys, width) if self.rtol is None else self.rtol
-        output = capture.output
+        output = capture.output_projection
         if capture.exact_context:
             context = capture.reached_context()
             rows = streamed_rows(capture) if self.fields == "all" else None
@@ -200,7 +200,7 @@ def _sums(capture: Capture, space: NullSpaceSums, rows: RowSums | None, active: 
         }
     counted = finite & (entries > 0)
     sums = {name: torch.where(counted, q, 0.0).sum(0) for name, q in quantities.items()}
-    known = torch.full((1,), float(capture.output is not None), dtype=torch.float64)
+    known = torch.full((1,), float(capture.output_projection is not None), dtype=torch.float64)
     return sums | {
         "examples": counted.sum(0).double(),
         "skipped": (~finite).sum(0).double(),

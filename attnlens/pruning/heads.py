@@ -143,7 +143,11 @@ def find_heads(probe: Probe, kinds: Iterable[Kind] | Kind | None = None) -> tupl
             f"No attention was seen in {type(probe.model).__name__}, so it has no heads to mask, "
             f"prune or score. attnlens.checking.check(model) says more."
         )
-    names = {capture.output.name for capture in captures if capture.output is not None}
+    names = {
+        capture.output_projection.name
+        for capture in captures
+        if capture.output_projection is not None
+    }
     received = _received(probe, names)
     layers: dict[tuple[str, int], list[Capture]] = {}
     for capture in captures:
@@ -199,10 +203,10 @@ def _layer(
     _, heads, _, _, width = first.shape
     keys = first.grouped_value.shape[1]
     bare = LayerHeads(first.stack, first.layer, first.site, heads, width, heads // max(keys, 1))
-    output = first.output
+    output = first.output_projection
     if output is None:
         return replace(bare, reason=first.projection_reason)
-    if any(o.output is None or o.output.name != output.name for o in others):
+    if any(o.output_projection is None or o.output_projection.name != output.name for o in others):
         return replace(bare, reason="its attention products go to different output projections")
     received = next(calls[output.name], None)
     if received is None:

@@ -146,8 +146,8 @@ class _Masker:
 
     def hear(self, capture: Capture) -> None:
         """Keep an attention call until its context arrives at the output projection."""
-        if capture.output is not None:
-            self._heard.setdefault(capture.output.name, []).append(capture)
+        if capture.output_projection is not None:
+            self._heard.setdefault(capture.output_projection.name, []).append(capture)
 
     def forget(self) -> None:
         """Let go of every attention call."""

@@ -353,7 +353,7 @@ class Tap:
         device = capture.context.device.type
         with _unobserved(), torch.autocast(device, enabled=False):
             output, reason = projections.read(ordinal)
-            self._deliver(replace(capture, output=output, projection_reason=reason))
+            self._deliver(replace(capture, output_projection=output, projection_reason=reason))
 
     def _masking(self, call: InterfaceCall, query: Tensor, key: Tensor) -> Masking:
         """Normalise each distinct mask once per forward; its layers share what is known of it."""

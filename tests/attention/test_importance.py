@@ -84,8 +84,8 @@ def gated(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Iterator[Tensor]
 
     with ExitStack() as stack:
         for layer, capture in enumerate(captures):
-            assert capture.output is not None
-            module = model.get_submodule(capture.output.name)
+            assert capture.output_projection is not None
+            module = model.get_submodule(capture.output_projection.name)
             stack.callback(module.register_forward_pre_hook(hook(layer)).remove)
         yield gates
 

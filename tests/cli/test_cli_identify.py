@@ -11,7 +11,7 @@ from click.testing import Result
 from transformers import AutoTokenizer, BertConfig, BertModel, GPT2Config, GPT2Model
 from typer.testing import CliRunner
 
-from attnlens import Lens, MapTraining, TokenIdentifiability, record
+from attnlens import Lens, MapTraining, TokenIdentifiability, identify, record
 from attnlens.cli.commands import app
 from attnlens.demo import model_folder
 from attnlens.errors import InputError

@@ -74,7 +74,7 @@ def test_replacements_match_loops(name: str, mode: Any) -> None:
             model(**given)
         captures = recording.compute()
     first = captures[0]
-    assert first.output is not None
+    assert first.output_projection is not None
     masked = [1, 2]
     batch, count, queries, keys, width = first.shape
     support = torch.ones(batch, count, queries, keys, dtype=torch.bool)
@@ -94,7 +94,7 @@ def test_replacements_match_loops(name: str, mode: Any) -> None:
                     replacement = torch.stack(values).mean(0) if values else torch.zeros(width)
                 expected[example, query, head] = replacement
     with mask_heads(model, {0: masked}, mode):
-        got = received(model, first.output.name, given)
+        got = received(model, first.output_projection.name, given)
     assert torch.allclose(got.double(), expected.flatten(2), rtol=1e-5, atol=1e-6)
 
 

@@ -58,7 +58,9 @@ def synthetic_capture(
         context=context.to(dtype),
         masking=Masking(mask, causal=causal),
         scaling=width**-0.5,
-        output=None if projection is None else OutputProjection("layer.0.output", projection),
+        output_projection=None
+        if projection is None
+        else OutputProjection("layer.0.output", projection),
         **fields,
     )
 

@@ -38,12 +38,12 @@ def test_lora_on_the_output_projection(merged: bool) -> None:
     captures = record(model, **inputs())
     assert len(captures) == 2
     for capture in captures:
-        assert capture.output is not None, capture.projection_reason
-        module = model.get_submodule(capture.output.name)
+        assert capture.output_projection is not None, capture.projection_reason
+        module = model.get_submodule(capture.output_projection.name)
         context = capture.context.transpose(1, 2).flatten(2)
         expected = torch.einsum("bhqd,hdm->bqm", capture.context, capture.projection)
         with torch.no_grad():
-            torch.testing.assert_close(module(context), expected + capture.output.bias)
+            torch.testing.assert_close(module(context), expected + capture.output_projection.bias)
 
 
 def test_lora_that_is_switched_off_is_the_base_weight() -> None:
@@ -51,8 +51,8 @@ def test_lora_that_is_switched_off_is_the_base_weight() -> None:
     model = get_peft_model(bert(), config).eval()
     with model.disable_adapter():
         capture = record(model, **inputs())[0]
-    assert capture.output is not None
-    base = model.get_submodule(capture.output.name).base_layer.weight
+    assert capture.output_projection is not None
+    base = model.get_submodule(capture.output_projection.name).base_layer.weight
     torch.testing.assert_close(capture.projection.flatten(0, 1).T, base.detach())
 
 
