@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from attnlens.algebra.factors import default_rtol
-from attnlens.algebra.nullspace import ValueBasis, shared_basis
-from attnlens.algebra.rowwise import RowwiseBasis
-from attnlens.algebra.softmax import EmptyRows, attention_weights
-from attnlens.algebra.supports import Support, row_chunks, support_of
-from attnlens.algebra.values import deficiency_factor, prepare_values, row_gram, working_dtype
+from attnlens.algebra.problem import problem
+from attnlens.algebra.softmax import AttentionRows, EmptyRows
+from attnlens.algebra.supports import Support, support_of
+from attnlens.algebra.values import Reach, reach_of, repeated
 from attnlens.errors import CaptureError
 from attnlens.kernels import Backend
 from attnlens.results import facts_html
@@ -43,24 +41,37 @@ class Masking:
     bias: Tensor | None = None
     causal: bool = False
     empty_rows: EmptyRows = "zero"
-    _supports: dict[tuple[int, int, int], Support] = field(default_factory=dict, repr=False)
+    _supports: dict[Any, tuple[Tensor | None, Support]] = field(default_factory=dict, repr=False)
 
-    def support(self, batch: int, queries: int, keys: int, device: torch.device) -> Support:
+    def support(
+        self,
+        batch: int,
+        queries: int,
+        keys: int,
+        *,
+        own: bool = True,
+        padding: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> Support:
         """Reduce the mask to its cheapest exact form; computed once for all layers that share it.
 
         Args:
             batch: B.
             queries: Q.
             keys: K.
+            own: whether queries and keys are the same tokens.
+            padding: `[B, Q]` bool, the rows that may count; None leaves it to the mask.
             device: where to build it when there is no mask tensor.
 
         Returns:
-            The support of every row.
+            The support of every row that counts.
         """
-        shape = (batch, queries, keys)
-        if shape not in self._supports:
-            self._supports[shape] = support_of(self.mask, *shape, causal=self.causal, device=device)
-        return self._supports[shape]
+        known = (batch, queries, keys, own, id(padding))
+        if known not in self._supports:
+            whole = support_of(self.mask, batch, queries, keys, causal=self.causal, device=device)
+            # the padding is kept with it, so that its identity stays its own
+            self._supports[known] = padding, whole.counted(own=own, padding=padding)
+        return self._supports[known][1]
 
 
 @storable("part")
@@ -79,18 +90,9 @@ class OutputProjection:
     bias: Tensor | None = None
 
     @cached_property
-    def _gram(self) -> Tensor:
-        return row_gram(self.weight)
-
-    @cached_property
-    def factor(self) -> Tensor | None:
-        """None where every head has full row rank, else C with `H Hᵀ = C Cᵀ`, `[H, D, D]`."""
-        return deficiency_factor(self.weight, gram=self._gram)
-
-    @cached_property
-    def root(self) -> Tensor:
-        """X with `H Hᵀ = X Xᵀ` per head, `[H, D, D]` float64; triangular where H has full rank."""
-        return torch.linalg.cholesky(self._gram) if self.factor is None else self.factor
+    def reach(self) -> Reach:
+        """What each head's slice reads of its context."""
+        return reach_of(self.weight)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +195,7 @@ class Capture:
     observed: Tensor | None = field(default=None, repr=False)
     padding: Tensor | None = field(default=None, repr=False)
     backend: Backend = "auto"
+    _derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -203,17 +206,17 @@ class Capture:
     @property
     def key(self) -> Tensor | None:
         """`[B, H, K, D]`, grouped heads repeated; None where only A was seen."""
-        return None if self.grouped_key is None else self._repeated(self.grouped_key)
+        return None if self.grouped_key is None else repeated(self.grouped_key, self.shape[1])
 
     @property
     def value(self) -> Tensor:
         """`[B, H, K, D]`, grouped heads repeated."""
-        return self._repeated(self.grouped_value)
+        return repeated(self.grouped_value, self.shape[1])
 
     @property
     def mask(self) -> Tensor | None:
         """Bool, broadcastable to `[B, H, Q, K]`, True where a query may attend; None if free."""
-        mask = self._mask_rows(slice(None))
+        mask = self.rows.mask_rows(slice(None))
         return mask[None, None] if mask is not None and mask.dim() == 2 else mask
 
     @property
@@ -227,19 +230,40 @@ class Capture:
         return None if self.output_projection is None else self.output_projection.weight
 
     @cached_property
+    def rows(self) -> AttentionRows:
+        """How A comes about."""
+        return AttentionRows(
+            shape=self.shape[:4],
+            query=self.query,
+            key=self.grouped_key,
+            scaling=self.scaling,
+            mask=self.masking.mask,
+            bias=self.masking.bias,
+            causal=self.masking.causal,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            empty_rows=self.masking.empty_rows,
+            observed=self.observed,
+            backend=self.backend,
+            site=f"{self.site} (layer {self.layer})",
+        )
+
+    @property
     def support(self) -> Support:
-        """The keys every real row may attend to, in the cheapest exact form."""
+        """The keys that every row that counts may attend to, in the cheapest exact form."""
         batch, _, queries, keys, _ = self.shape
-        support = self.masking.support(batch, queries, keys, self.context.device)
-        if self._padded_rows is not None and not support.shared:
-            return support.restricted(self._padded_rows)
-        return support
+        cross = self.kind == "cross"
+        padding = self.padding
+        if cross or padding is None or padding.shape != (batch, queries):
+            padding = None
+        return self.masking.support(
+            batch, queries, keys, own=not cross, padding=padding, device=self.context.device
+        )
 
     @property
     def real_rows(self) -> Tensor:
         """Query rows that are not padding, `[B, 1 or H, Q]` bool."""
-        rows = self.support.active(self.shape[2], cross=self.kind == "cross")
-        return rows if self._padded_rows is None else rows & self._padded_rows
+        return self.support.active
 
     @property
     def value_space(self) -> Literal["T", "V"]:
@@ -247,20 +271,19 @@ class Capture:
         return "V" if self.output_projection is None else "T"
 
     @property
-    def value_factor(self) -> Tensor | None:
-        """`[H, D, D]` float64 C with `LN(V H) = LN(V C)`; None where V itself serves."""
-        return None if self.output_projection is None else self.output_projection.factor
+    def reach(self) -> Reach | None:
+        """What the output projection reads of each context; None where it is not known."""
+        return None if self.output_projection is None else self.output_projection.reach
+
+    @property
+    def derived(self) -> dict[Any, Any]:
+        """What was derived of this call already, for the next who asks."""
+        return self._derived
 
     @property
     def exact_context(self) -> bool:
         """Whether `context` is `A V` to float32 precision: wide enough and without dropout."""
         return self.dropout == 0 and self.context.dtype in (torch.float32, torch.float64)
-
-    @property
-    def streams(self) -> bool:
-        """Whether A follows from queries, keys, mask and bias alone, row by row."""
-        seen = self.observed is not None or self.query is None
-        return not seen and self.softcap is None and self.sinks is None
 
     def attention(self, rows: slice | None = None) -> Tensor:
         """Return A, before dropout, as the implementation that ran computed it.
@@ -274,103 +297,24 @@ class Capture:
         Raises:
             CaptureError: if the call kept neither A nor the queries and keys.
         """
-        rows = slice(None) if rows is None else rows
-        if self.observed is not None:
-            return self.observed[:, :, rows].to(working_dtype(self.observed))
-        if self.query is None or self.key is None:
-            raise CaptureError(
-                f"{self.site} (layer {self.layer}) was captured without A and without queries "
-                f"and keys, so attention cannot be recomputed."
-            )
-        return attention_weights(
-            self.query[:, :, rows],
-            self.key,
-            scaling=self.scaling,
-            mask=self._mask_rows(rows),
-            bias=_rows_of(self.bias, rows),
-            softcap=self.softcap,
-            sinks=_rows_of(self.sinks, rows),
-            empty_rows=self.masking.empty_rows,
-        )
-
-    def attention_chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Visit A in blocks of query rows, never as one `[B, H, Q, K]` tensor.
-
-        Yields:
-            `(rows, attention[:, :, rows])`.
-        """
-        batch, heads, queries, keys, _ = self.shape
-        for start, stop in row_chunks(queries, batch * heads * keys):
-            rows = slice(start, stop)
-            yield rows, self.attention(rows)
-
-    def prepared_values(self, *, simplex: bool = False, grouped: bool = False) -> Tensor:
-        """Return the real value rows in float64, as the null space of T sees them.
-
-        Args:
-            simplex: append the constant column.
-            grouped: leave grouped heads unrepeated where H allows it.
-
-        Returns:
-            `[B, H or Hkv, K, E]`, zero at masked keys.
-        """
-        values = self.reached_values(grouped=grouped)
-        return prepare_values(values, self.support.keys, simplex=simplex)
-
-    def reached_values(self, *, grouped: bool = False) -> Tensor:
-        """Return the value rows as the null space of T sees them, padding included.
-
-        Args:
-            grouped: leave grouped heads unrepeated where H and the mask allow it.
-
-        Returns:
-            `[B, H or Hkv, K, E]`: V itself, or `V C` in float64 where H is rank-deficient.
-        """
-        factor = self.value_factor
-        per_head = factor is not None or self.support.keys.shape[1] > 1
-        value = self.grouped_value if grouped and not per_head else self.value
-        return value if factor is None else value.double() @ factor.to(value.device)
-
-    def reached_context(self) -> Tensor:
-        """Return the model's outputs `A V` in the space of :meth:`reached_values`.
-
-        Returns:
-            `[B, H, Q, E]`: the context itself, or `O C` in float64 where H is rank-deficient.
-        """
-        factor = self.value_factor
-        if factor is None:
-            return self.context
-        return self.context.double() @ factor.to(self.context.device)
-
-    def value_basis(
-        self, simplex: bool = False, rtol: float | None = None
-    ) -> ValueBasis | RowwiseBasis:
-        """Find an orthonormal basis of the column space of T.
-
-        Args:
-            simplex: use `[T, 1]`, so that projected rows keep their sum.
-            rtol: relative threshold for the numerical rank.
-
-        Returns:
-            The basis: see :func:`attnlens.algebra.nullspace.value_basis`.
-        """
-        rtol = default_rtol(self.shape[3], self.shape[4]) if rtol is None else rtol
-        values = self.prepared_values(simplex=simplex)
-        if self.support.shared:
-            return shared_basis(values, self.support, rtol, simplex=simplex, like=self.value)
-        return RowwiseBasis(values, self.support, rtol, simplex, working_dtype(self.value))
+        return self.rows.attention(rows)
 
     def effective_attention(self, simplex: bool = False, rtol: float | None = None) -> Tensor:
         """Compute null-space effective attention `A⊥`.
 
         Args:
             simplex: keep the row sums of A.
-            rtol: relative threshold for the numerical rank.
+            rtol: relative threshold for the numerical rank, in `[1e-7, 1)`; by default
+                `max(n, D) · eps(float32)`.
 
         Returns:
-            `[B, H, Q, K]` with `A⊥ T = A T`, zero outside the mask.
+            `[B, H, Q, K]` with `A⊥ T = A T`, zero outside the mask. Heads whose values or output
+            projection are not finite are NaN.
         """
-        return self.value_basis(simplex, rtol).project(self.attention())
+        posed = problem(self, rtol)
+        basis = posed.simplex_basis if simplex else posed.basis
+        projected = basis.project(self.attention())
+        return torch.where(posed.finite[..., None, None], projected, torch.nan)
 
     def projected_value(self) -> Tensor:
         """Compute `T = V H`, the values as they reach the residual stream.
@@ -402,32 +346,3 @@ class Capture:
                 ("output projection", self.projection_reason or "known"),
             ],
         )
-
-    @property
-    def _padded_rows(self) -> Tensor | None:
-        """The encoder's attention mask, `[B, 1, Q]`, where it speaks of this call's queries."""
-        batch, _, queries, _, _ = self.shape
-        if self.padding is None or self.kind == "cross" or self.padding.shape != (batch, queries):
-            return None
-        return self.padding[:, None]
-
-    def _mask_rows(self, rows: slice) -> Tensor | None:
-        """The mask of some rows, with the causal rule made explicit for those rows only."""
-        mask = _rows_of(self.masking.mask, rows)
-        if not self.masking.causal:
-            return mask
-        _, _, queries, keys, _ = self.shape
-        index = torch.arange(queries, device=self.context.device)[rows, None]
-        seen = torch.arange(keys, device=self.context.device) <= index
-        return seen if mask is None else seen & mask
-
-    def _repeated(self, grouped: Tensor) -> Tensor:
-        groups = self.context.shape[1] // grouped.shape[1]
-        return grouped if groups == 1 else grouped.repeat_interleave(groups, 1)
-
-
-def _rows_of(tensor: Tensor | None, rows: slice) -> Tensor | None:
-    """Pick query rows of a tensor broadcastable to `[B, H, Q, K]`."""
-    if tensor is None or tensor.dim() < 2 or tensor.shape[-2] == 1:
-        return tensor
-    return tensor[..., rows, :]

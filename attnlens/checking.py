@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnlens.algebra.factors import default_rtol
 from attnlens.attention.recording import Recording
 from attnlens.capture import Capture
 from attnlens.errors import UnsupportedAttentionError
@@ -222,8 +221,4 @@ def _mask_kind(capture: Capture) -> str:
 
 
 def _rank(capture: Capture) -> int | None:
-    if capture.output_projection is None:
-        return None
-    weight = capture.output_projection.weight.double()
-    rtol = default_rtol(weight.shape[-1], weight.shape[-2])
-    return int(torch.linalg.matrix_rank(weight, rtol=rtol).amin())
+    return None if capture.reach is None else int(capture.reach.rank.amin())

@@ -7,13 +7,14 @@ drift.effective_cosine        # [L, H]
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attnlens.algebra.nullspace import ValueBasis
+from attnlens.algebra.factors import ValueBasis
+from attnlens.algebra.problem import problem
 from attnlens.attention.importance import HeadImportance
 from attnlens.attention.recording import Recording
 from attnlens.attention.statistics import HeadStatistics, HeadStatisticsResult
@@ -202,34 +203,27 @@ def _require_same_calls(first: list[Capture], second: list[Capture]) -> None:
 def _raw_cosine(before: Capture, after: Capture, active: Tensor) -> Tensor:
     """Cosine of A and A of two calls, `[B, H]`, in blocks of query rows."""
     sums = torch.zeros(3, *active.shape[:2], dtype=torch.float64, device=active.device)
-    for rows, one in before.attention_chunks():
+    for rows, one in before.rows.chunks():
         sums += _products(one, after.attention(rows), active[:, :, rows])
     return _cosine(sums)
 
 
 def _effective_cosine(before: Capture, after: Capture, active: Tensor) -> Tensor:
     """Cosine of A⊥ and A⊥ of two calls, `[B, H]`; without maps where bases are shared by rows."""
-    before, after = _without_nan_values(before), _without_nan_values(after)
-    one, other = before.value_basis(), after.value_basis()
+    one, other = problem(before).basis, problem(after).basis
     if not isinstance(one, ValueBasis) or not isinstance(other, ValueBasis):
         maps = before.effective_attention(), after.effective_attention()
         return _cosine(_products(*maps, active))
     # ⟨C Uᵀ, C' U'ᵀ⟩ = ⟨C UᵀU', C'⟩
     overlap = one.basis.double().mT @ other.basis.double()
     sums = torch.zeros(3, *active.shape[:2], dtype=torch.float64, device=active.device)
-    for rows, attention in before.attention_chunks():
+    for rows, attention in before.rows.chunks():
         shown = active[:, :, rows, None]
-        left = one.coordinates(attention).double() * shown
-        right = other.coordinates(after.attention(rows)).double() * shown
+        left = torch.where(shown, one.coordinates(attention).double(), 0.0)
+        right = torch.where(shown, other.coordinates(after.attention(rows)).double(), 0.0)
         inner = (left @ overlap * right).sum((-1, -2))
         sums += torch.stack([inner, left.square().sum((-1, -2)), right.square().sum((-1, -2))])
     return _cosine(sums)
-
-
-def _without_nan_values(capture: Capture) -> Capture:
-    """Zero the values of examples that are not finite; their cosine is then 0 / 0."""
-    finite = torch.isfinite(capture.grouped_value).flatten(1).all(-1)[:, None, None, None]
-    return replace(capture, grouped_value=torch.where(finite, capture.grouped_value, 0.0))
 
 
 def _products(one: Tensor, other: Tensor, active: Tensor) -> Tensor:

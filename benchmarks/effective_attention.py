@@ -10,7 +10,7 @@ import torch
 from scipy.linalg import null_space
 from torch import Tensor
 
-from attnlens.algebra.nullspace import effective_attention
+from attnlens.algebra.effective import effective_attention
 from benchmarks.registry import Check, Comparison, Step, case, seconds
 
 BATCH, HEADS, WIDTH = 2, 12, 64

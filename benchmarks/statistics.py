@@ -12,7 +12,7 @@ from scipy.linalg import null_space, svdvals
 from torch import Tensor
 
 from attnlens import HeadStatistics, Lens, Observer, Recording
-from attnlens.algebra.nullspace import effective_attention
+from attnlens.algebra.effective import effective_attention
 from attnlens.capture import Capture
 from benchmarks.models import Inputs, bert, tokens
 from benchmarks.registry import Check, Comparison, Step, case, seconds

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from attnlens import Capture, CaptureError, HeadStatistics, Lens, Recording, record
 from attnlens.algebra import supports as support
-from attnlens.algebra.nullspace import effective_attention
+from attnlens.algebra.effective import effective_attention
+from attnlens.algebra.problem import problem
 from tests.algebra.test_rowwise import random_mask
 from tests.support import models, reference
 from tests.support.captures import synthetic_capture
@@ -173,8 +174,7 @@ def test_grouped_heads_are_repeated_only_when_asked() -> None:
     for head in range(4):
         assert torch.equal(capture.value[:, head], capture.grouped_value[:, head // 2])
         assert torch.equal(capture.key[:, head], capture.grouped_key[:, head // 2])
-    assert capture.prepared_values(grouped=True).shape[1] == 2
-    assert capture.prepared_values().shape[1] == 4
+    assert problem(capture).values.shape[1] == 2
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_rows_and_chunks_of_attention(
     torch.testing.assert_close(whole @ capture.value, capture.context, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(capture.attention(slice(2, 5)), whole[:, :, 2:5])
     monkeypatch.setattr(support, "_CHUNK_ELEMENTS", 3 * 3 * 4 * 26)
-    rows, blocks = zip(*capture.attention_chunks(), strict=True)
+    rows, blocks = zip(*capture.rows.chunks(), strict=True)
     assert len(blocks) > 2 and rows[0] == slice(0, 3)
     torch.testing.assert_close(torch.cat(blocks, 2), whole)
 

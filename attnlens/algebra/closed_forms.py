@@ -1,245 +1,291 @@
-"""Closed forms: what can be said of A and A⊥ without building either.
+"""Closed forms: what can be said of A and A⊥ row by row without building either.
 
 `P` is an orthogonal projector, so `⟨A, A⊥⟩ = ‖A⊥‖²`. With `O = A V` and `W Wᵀ = (VᵀV)⁺`,
-`‖A⊥‖ = ‖O W‖`, and the sum of all entries of A⊥ is `(1ᵀO) W Wᵀ (Vᵀ1)`.
+`‖a⊥_i‖ = ‖o_i W‖`, and the sum of the entries of `a⊥_i` is `o_i W Wᵀ (Vᵀ1)`. Outputs are taken
+less the mean value, which is what even attention gives: then rows that are nearly uniform keep
+their differences.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnlens.algebra.factors import factor_values
-from attnlens.algebra.rowwise import RowwiseBasis
-from attnlens.algebra.supports import Support
-from attnlens.algebra.values import row_moments, selected_rows, square_sums
+from attnlens.algebra.factors import SharedFactor
+from attnlens.algebra.softmax import RowSums
+from attnlens.algebra.values import repeated, working_dtype
+from attnlens.kernels.torch_gram import blocks_of_rows, selected_rows
 
-# Squared sine of the angle under which the constant vector counts as inside the value space.
-_INSIDE = 1e-8
-# Share of the square sum below which the variance of a matrix's entries is rounding.
-_CONSTANT = 1e-12
+# Roundings of the entries of an output, within which effective attention counts as constant.
+_ROUNDINGS = 16
 
 
-class NullSpaceSums(NamedTuple):
-    """Null-space quantities per example and head, all `[B, H]` float64.
+class RowForms(NamedTuple):
+    """What is known of each effective row, `[B, H, Q]` float64; 0 in rows that do not count.
 
     Attributes:
-        rank: numerical rank of T; the mean over real rows where the mask differs by row.
-        nullity: `n − rank`, likewise.
-        nullity_min: smallest nullity of a real row.
-        nullity_max: largest nullity of a real row.
-        simplex_nullity: `n − rank([T, 1])`, likewise the mean.
-        condition: largest over smallest kept singular value of T over all real keys.
-        effective_square: `‖A⊥‖²_F` over real rows.
-        effective_total: sum of the entries of A⊥ over real rows.
-        output_square: `‖A T‖²_F` over real rows.
-        finite: 1 where every input was finite, else 0; the other fields then are meaningless.
-    """
-
-    rank: Tensor
-    nullity: Tensor
-    nullity_min: Tensor
-    nullity_max: Tensor
-    simplex_nullity: Tensor
-    condition: Tensor
-    effective_square: Tensor
-    effective_total: Tensor
-    output_square: Tensor
-    finite: Tensor
-
-
-class RowSums(NamedTuple):
-    """Sums over attention rows, each `[B, H, Q]` float64.
-
-    Attributes:
-        total: row sums of A.
-        square: `Σ_j p_ij²`.
-        entropy: `−Σ_j p_ij log p_ij` in nats.
+        total: `1ᵀa⊥_i`, its row sum.
+        square: `‖a⊥_i‖²`.
+        centred: `Σ_j (a⊥_ij − total_i / n_i)²` over the keys that the row sees.
+        covariance: `Σ_j (a_ij − mean of the row) a⊥_ij`.
     """
 
     total: Tensor
     square: Tensor
-    entropy: Tensor
+    centred: Tensor
+    covariance: Tensor
+
+    @classmethod
+    def of_raw(cls, raw: RowSums, size: Tensor) -> RowForms:
+        """Return the forms of rows in which nothing is null: those of A itself."""
+        square = raw.centred + raw.total.square() / size.clamp(min=1)
+        return cls(raw.total, square, raw.centred, raw.centred)
+
+    def where(self, condition: Tensor, other: RowForms) -> RowForms:
+        """Take these forms where a condition holds, and others elsewhere."""
+        pairs = zip(self, other, strict=True)
+        return RowForms(*(torch.where(condition, one, two) for one, two in pairs))
 
 
-def row_sums(attention: Tensor) -> RowSums:
-    """Sum attention rows that are at hand.
+def row_forms(size: Tensor, ones: Tensor, along: Tensor, apart: Tensor, raw: Tensor) -> RowForms:
+    """Combine the parts of effective rows.
+
+    A row of A⊥ has the coordinates `c = w / n + d`: those of even attention, with `w = Uᵀ1`, and
+    what the row has besides.
 
     Args:
-        attention: `[B, H, Q, K]` probabilities, 0 where masked.
+        size: n, the number of keys.
+        ones: `‖w‖²`.
+        along: `⟨w, d⟩`.
+        apart: `‖d‖²`.
+        raw: row sums of A.
 
     Returns:
-        The sums, in float64.
+        The forms.
     """
-    entropy = torch.special.entr(attention).sum(-1, dtype=torch.float64)
-    square = attention.square().sum(-1, dtype=torch.float64)
-    return RowSums(attention.sum(-1, dtype=torch.float64), square, entropy)
+    size = size.clamp(min=1)
+    even = ones / size
+    outside = (1 - even).clamp(min=0)  # squared sine of the angle of 1 to the value space
+    mixed = even / size + along / size
+    return RowForms(
+        total=even + along,
+        square=mixed + along / size + apart,
+        centred=(outside * (mixed + along / size) + apart - along.square() / size).clamp(min=0),
+        covariance=(1 - raw) * mixed + along / size + apart,
+    )
 
 
-def null_space_sums(
-    values: Tensor,
-    context: Tensor,
-    support: Support,
-    rtol: float,
-    output_root: Tensor | None = None,
-    active: Tensor | None = None,
-    whitening: tuple[Tensor, Tensor] | None = None,
-) -> NullSpaceSums:
-    """Compute the null-space quantities from values and outputs alone.
+class SharedForms(NamedTuple):
+    """What the outputs of rows with shared keys tell.
+
+    Attributes:
+        forms: of every row that counts.
+        output_square: `‖A T‖²_F` over those rows, `[B, H]` float64.
+    """
+
+    forms: RowForms
+    output_square: Tensor
+
+
+def shared_forms(
+    factor: SharedFactor, context: Tensor, raw: Tensor, root: Tensor | None
+) -> SharedForms:
+    """Compute the forms of all rows where they share their keys, in the outputs' precision.
 
     Args:
-        values: `[B, Hv, K, E]`; rows at masked keys may hold anything; Hv divides H (grouped
-            heads).
-        context: `[B, H, Q, E]` outputs `O = A V`; rows that are not real may hold anything.
-        support: the keys of every row.
-        rtol: relative threshold for the numerical rank.
-        output_root: `[H, E, E]` float64 regular matrix X with `‖A T‖ = ‖O X‖`, that is
-            `X Xᵀ = H Hᵀ`; the identity when None.
-        active: `[B, 1 or H, Q]` bool, the real rows; by default those of :meth:`Support.active`.
-        whitening: factor `[B, Hv, E, E]` float64 and rank `[B, Hv]` over all real keys, where
-            they are known already.
+        factor: of the values, `[B, Hv, …]`.
+        context: `[B, H, Q, D]` outputs `O = A V`; rows that do not count may hold anything.
+        raw: row sums of A, broadcastable to `[B, H, Q]`.
+        root: `[H, D, D]` float64 X with `‖A T‖ = ‖O X‖`; the identity when None.
 
     Returns:
-        The quantities, over real rows and keys only.
+        The forms.
     """
-    active = support.active(context.shape[-2]) if active is None else active
-    groups = context.shape[1] // values.shape[1]
-    keys = _keys_of_heads(support, values.shape[1])
-    gram, value_total = row_moments(values, keys)
-    finite = torch.isfinite(gram.diagonal(dim1=-2, dim2=-1)).all(-1)  # sums of squares
-    if not bool(finite.all()):  # an eigensolver may hang or raise on NaN
-        kept = finite[..., None, None]
-        values, gram = torch.where(kept, values, 0.0), torch.where(kept, gram, 0.0)
-        value_total = torch.where(finite[..., None], value_total, 0.0)
-    root = None if output_root is None else output_root.to(gram)
-    factor, rank = whitening or _whitening(values, gram, keys, rtol)
-    active = active.expand(context.shape[:3])
-    if support.shared:
-        coordinates = factor.repeat_interleave(groups, 1) if groups > 1 else factor
-        (effective, output), context_total = square_sums(context, active, [coordinates, root])
-        parts = _shared_parts(value_total, context_total, factor, rank, support)
-        parts["effective_square"] = effective
-    else:
-        (output,), _ = square_sums(context, active, [root])
-        values = selected_rows(values, keys, torch.float64)
-        context = selected_rows(context, active, torch.float64)
-        parts = _rowwise_parts(values, context, active, support, rtol, groups)
-    finite = finite.repeat_interleave(groups, 1) & torch.isfinite(output)
-    condition = _condition(gram, rank, root, groups)
-    return NullSpaceSums(**parts, condition=condition, output_square=output, finite=finite.double())
+    batch, heads, _, width = context.shape
+    dtype = working_dtype(context)
+    size = factor.tokens.clamp(min=1).double()
+    mean = factor.total / size[..., None]
+    shift = mean.nan_to_num(0.0, 0.0, 0.0).to(dtype)
+    rest = shift.double() - mean  # the shift is representable, the mean need not be
+    tail = torch.einsum("bhe,bhef,bhgf->bhg", rest, factor.whitening, factor.whitening)
+    columns = [factor.whitening, factor.ones[..., None], tail[..., None]]
+    maps = repeated(torch.cat(columns, -1), heads).to(dtype)
+    active = factor.support.active.expand(context.shape[:3])
+    result = context.new_empty((*context.shape[:3], 3), dtype=torch.float64)
+    output_square = context.new_zeros((batch, heads), dtype=torch.float64)
+    squares = _OutputSquares(repeated(shift, heads), root)
+    for some, rows, block in _less_shift(context, active, squares.shift):
+        image = block @ maps[some].flatten(0, 1)
+        parts = (
+            torch.linalg.vector_norm(image[..., :width], dim=-1).square_(),
+            *image[..., width:].unbind(-1),
+        )
+        result[some, :, rows] = torch.stack(parts, -1).double().view(*result[some, :, rows].shape)
+        output_square[some] += squares.of(some, block)
+    apart, along, beside = result.unbind(-1)
+
+    def of_heads(tensor: Tensor) -> Tensor:
+        return repeated(tensor, heads)[..., None]
+
+    # from the representable shift to the mean: d + (shift − mean) W
+    apart = apart + 2 * beside + of_heads(torch.linalg.vecdot(rest, tail))
+    along = along + of_heads(torch.linalg.vecdot(rest, factor.ones))
+    ones = of_heads(torch.linalg.vecdot(factor.total, factor.ones))
+    forms = row_forms(of_heads(size), ones, along, apart, raw)
+    forms = RowForms(*(torch.where(active, part, 0.0) for part in forms))
+    return SharedForms(forms, output_square + squares.common(active.sum(-1)))
 
 
-def pearson(
-    count: Tensor, total: Tensor, square: Tensor, effective_total: Tensor, effective_square: Tensor
-) -> Tensor:
-    """Correlate all entries of A and A⊥ from their sums (Brunner et al., Fig. 1a).
+def output_squares(context: Tensor, active: Tensor, root: Tensor | None) -> Tensor:
+    """Compute `‖A T‖²_F` from the outputs.
 
     Args:
-        count: number of entries N.
+        context: `[B, H, Q, D]` outputs `O = A V`; rows that do not count may hold anything.
+        active: `[B, H, Q]` bool, the rows that count.
+        root: `[H, D, D]` float64 X with `‖A T‖ = ‖O X‖`; the identity when None.
+
+    Returns:
+        `[B, H]` float64.
+    """
+    batch, heads, _, width = context.shape
+    shift = context.new_zeros((batch, heads, width), dtype=working_dtype(context))
+    squares = _OutputSquares(shift, root)
+    result = context.new_zeros((batch, heads), dtype=torch.float64)
+    for some, _, block in _less_shift(context, active, shift):
+        result[some] += squares.of(some, block)
+    return result
+
+
+class _OutputSquares:
+    """`Σ ‖o X‖²` from outputs less a shift: `‖(o − m) X‖² + 2 ⟨(o − m) X, m X⟩`, and `‖m X‖²`."""
+
+    def __init__(self, shift: Tensor, root: Tensor | None) -> None:
+        self.shift = shift
+        image = shift.double()[..., None, :]  # [B, H, 1, D]
+        self._image = image if root is None else image @ root
+        self._root = None if root is None else root.to(shift.dtype)
+
+    def of(self, some: slice, block: Tensor) -> Tensor:
+        """What the rows of a block `[b·H, q, D]` add, `[b, H]` float64."""
+        image = block
+        own = self._image[some].to(block.dtype)
+        if self._root is not None:
+            shape = (*own.shape[:2], *block.shape[1:])
+            image = (block.view(shape) @ self._root).flatten(0, 1)
+        norms = torch.linalg.vector_norm(image, dim=-1).double().square_()
+        along = torch.linalg.vecdot(image.sum(-2).double(), self._image[some].flatten(0, 1)[:, 0])
+        return (norms.sum(-1) + 2 * along).view(own.shape[:2])
+
+    def common(self, count: Tensor) -> Tensor:
+        """What `count` rows have in common, `[B, H]`."""
+        return count * self._image.square().sum((-1, -2))
+
+
+def _less_shift(
+    context: Tensor, active: Tensor, shift: Tensor
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Copy outputs less a shift block by block; rows that do not count stay zero.
+
+    Yields:
+        The examples, the rows, and `o − m` of all their heads, `[b·H, q, D]`.
+    """
+    for some, rows in blocks_of_rows(context):
+        kept = active[some, :, rows]
+        block = selected_rows(context[some, :, rows], kept, shift.dtype).flatten(0, 1)
+        column = kept.flatten(0, 1)[..., None].to(block.dtype)
+        block.baddbmm_(column, shift[some].flatten(0, 1)[:, None], alpha=-1)
+        yield some, rows, block
+
+
+class HeadSums(NamedTuple):
+    """Sums over the rows of A and A⊥ that count, `[B, H]` float64.
+
+    Squares are about the mean of all entries.
+
+    Attributes:
+        entries: number of entries N, the keys that rows see.
         total: sum of A.
-        square: sum of squares of A.
+        square: `‖A‖²_F`.
+        centred: `Σ (a − mean)²`.
+        resolution: what `centred` may be by rounding alone.
+        entropy: sum of the entropies of the rows, in nats.
         effective_total: sum of A⊥.
-        effective_square: sum of squares of A⊥, which is also `⟨A, A⊥⟩`.
+        effective_square: `‖A⊥‖²_F`.
+        effective_centred: `Σ (a⊥ − mean)²`.
+        effective_resolution: what `effective_centred` may be by rounding alone.
+        covariance: `Σ (a − mean) (a⊥ − mean)`.
+    """
+
+    entries: Tensor
+    total: Tensor
+    square: Tensor
+    centred: Tensor
+    resolution: Tensor
+    entropy: Tensor
+    effective_total: Tensor
+    effective_square: Tensor
+    effective_centred: Tensor
+    effective_resolution: Tensor
+    covariance: Tensor
+
+
+def head_sums(raw: RowSums, forms: RowForms, size: Tensor, free: Tensor, eps: Tensor) -> HeadSums:
+    """Add the rows of every head up.
+
+    Args:
+        raw: of A, zero in rows that do not count.
+        forms: of A⊥, likewise.
+        size: `[B, H, Q]`, the number of keys of each row, zero in rows that do not count.
+        free: `[B, H, Q]` bool, the rows in which nothing is null.
+        eps: `[B, H]`, relative rounding of the outputs that the forms come from.
+
+    Returns:
+        The sums.
+    """
+    rounding = (_ROUNDINGS * eps[..., None]).square() * forms.square
+    size = size.double()
+    count = size.clamp(min=1)
+    entries = size.sum(-1)
+
+    means = [part / count for part in (raw.total, forms.total)]
+    apart = [
+        mean - part.sum(-1, keepdim=True) / entries.clamp(min=1)[..., None]
+        for mean, part in zip(means, (raw.total, forms.total), strict=True)
+    ]
+
+    def between(one: int, two: int) -> Tensor:
+        """What the means of rows add to products about the mean of all entries."""
+        return (size * apart[one] * apart[two]).sum(-1)
+
+    return HeadSums(
+        entries=entries,
+        total=raw.total.sum(-1),
+        square=(raw.centred + raw.total.square() / count).sum(-1),
+        centred=raw.centred.sum(-1) + between(0, 0),
+        resolution=raw.resolution.sum(-1),
+        entropy=raw.entropy.sum(-1),
+        effective_total=forms.total.sum(-1),
+        effective_square=forms.square.sum(-1),
+        effective_centred=forms.centred.sum(-1) + between(1, 1),
+        effective_resolution=torch.where(free, raw.resolution, rounding).sum(-1),
+        covariance=forms.covariance.sum(-1) + between(0, 1),
+    )
+
+
+def pearson(centred: Tensor, effective_centred: Tensor, covariance: Tensor) -> Tensor:
+    """Correlate all entries of A and A⊥ from sums about their means (Brunner et al., Fig. 1a).
+
+    Args:
+        centred: `Σ (a − mean)²`; NaN or 0 where A is constant.
+        effective_centred: the same of A⊥.
+        covariance: `Σ (a − mean) (a⊥ − mean)`.
 
     Returns:
         Pearson's r in `[−1, 1]`, NaN where either is constant.
     """
-    count = count.clamp(min=1)
-    covariance = effective_square - total * effective_total / count
-    variance = square - total.square() / count
-    effective_variance = effective_square - effective_total.square() / count
-    varies = (variance > _CONSTANT * square) & (effective_variance > _CONSTANT * effective_square)
-    spread = torch.where(varies, variance * effective_variance, torch.nan).sqrt()
-    return (covariance / spread).clamp(-1, 1)
-
-
-def _keys_of_heads(support: Support, heads: int) -> Tensor:
-    """The real keys of value heads, `[B, 1 or Hv, K]`, which the heads of a group share."""
-    keys = support.keys
-    return keys if keys.shape[1] in (1, heads) else keys.unflatten(1, (heads, -1))[:, :, 0]
-
-
-def _whitening(values: Tensor, gram: Tensor, keys: Tensor, rtol: float) -> tuple[Tensor, Tensor]:
-    """W with `W Wᵀ = G⁺` and the rank over all real keys, `[B, Hv, E, E]` and `[B, Hv]`."""
-    batch, heads, tokens, width = values.shape
-    whitening = factor_values(values, gram, keys.expand(batch, heads, tokens), rtol)
-    factor = whitening.factor.reshape(batch, heads, width, width)
-    return factor, whitening.rank.reshape(batch, heads)
-
-
-def _condition(gram: Tensor, rank: Tensor, root: Tensor | None, groups: int) -> Tensor:
-    """Condition number of T, `[B, H]`, from `VᵀV` `[B, Hv, E, E]` and a root of `H Hᵀ`."""
-    if root is None:
-        return _gram_condition(gram, rank).repeat_interleave(groups, 1)
-    gram, rank = (tensor.repeat_interleave(groups, 1) for tensor in (gram, rank))
-    return _gram_condition(root.mT @ gram @ root, rank)
-
-
-def _gram_condition(gram: Tensor, rank: Tensor) -> Tensor:
-    sigma = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt().flip(-1)
-    last = (rank - 1).clamp(min=0)[..., None]
-    return sigma[..., 0] / sigma.gather(-1, last)[..., 0]
-
-
-def _shared_parts(
-    value_total: Tensor, context_total: Tensor, factor: Tensor, rank: Tensor, support: Support
-) -> dict[str, Tensor]:
-    """Null-space fields where all rows of an example share their keys."""
-    tokens = support.tokens.double().expand(context_total.shape[:2])
-    ones = torch.einsum("bhe,bhef->bhf", value_total, factor)  # 1ᵀU: [B, Hv, R]
-    seen = torch.einsum("bhf,bhef->bhe", ones, factor)  # G⁺ Vᵀ1: [B, Hv, E]
-    groups = tokens.shape[1] // rank.shape[1]
-    if groups > 1:
-        ones, seen, rank = (t.repeat_interleave(groups, 1) for t in (ones, seen, rank))
-    outside = (rank < tokens) & (tokens - ones.square().sum(-1) > _INSIDE * tokens)
-    nullity = tokens - rank
-    return {
-        "rank": rank.double(),
-        "nullity": nullity,
-        "nullity_min": nullity,
-        "nullity_max": nullity,
-        "simplex_nullity": nullity - outside.double(),
-        "effective_total": torch.linalg.vecdot(context_total, seen),
-    }
-
-
-def _rowwise_parts(
-    values: Tensor, context: Tensor, active: Tensor, support: Support, rtol: float, groups: int
-) -> dict[str, Tensor]:
-    """Null-space fields where the keys differ by row: means over real rows."""
-    batch, heads, queries, _ = context.shape
-    values = values.repeat_interleave(groups, 1)
-    basis = RowwiseBasis(values, support, rtol, False, torch.float64)
-    rank = context.new_zeros(batch, heads, queries)
-    outside, square, total = (torch.zeros_like(rank) for _ in range(3))
-    for chunk in basis.groups():
-        output = chunk.take(context)
-        keys = chunk.keys.to(values.dtype)
-        column = keys @ chunk.values
-        ones = torch.einsum("hge,hgef->hgf", column, chunk.whitening.factor)
-        coordinates = chunk.coordinates(output)
-        size = keys.sum(-1)
-        found = chunk.whitening.rank
-        escapes = (found < size) & (size - ones.square().sum(-1) > _INSIDE * size)
-        chunk.scatter(rank, chunk.per_row(found))
-        chunk.scatter(outside, chunk.per_row(escapes))
-        chunk.scatter(square, coordinates.square().sum(-1))
-        chunk.scatter(total, (coordinates * chunk.per_row(ones)).sum(-1))
-    real = active.to(rank.dtype).expand_as(rank)
-    count = real.sum(-1).clamp(min=1)
-    nullity = (basis.tokens - rank) * real
-
-    def mean(quantity: Tensor) -> Tensor:
-        return (quantity * real).sum(-1) / count
-
-    return {
-        "rank": mean(rank),
-        "nullity": mean(nullity),
-        "nullity_min": nullity.masked_fill(real == 0, torch.inf).amin(-1),
-        "nullity_max": nullity.amax(-1),
-        "simplex_nullity": mean(nullity - outside),
-        "effective_square": (square * real).sum(-1),
-        "effective_total": (total * real).sum(-1),
-    }
+    spread = (centred * effective_centred).sqrt()
+    ratio = covariance / torch.where(spread > 0, spread, torch.nan)
+    return ratio.clamp(-1, 1)

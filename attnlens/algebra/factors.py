@@ -1,209 +1,383 @@
-"""Whitening factors of batched Gram matrices, with a numerical rank for each.
+"""The column space of the values where all rows of an example share their keys.
 
-Everything here is float64 and batched over one leading dimension N (examples × heads, or groups
-of rows). Cholesky serves the matrices that are provably well conditioned; the others, and only
-they, are diagonalised.
+One factor `W Wᵀ = (VᵀV)⁺` per example and head, from the kernels, decides the rank; everything
+else follows from it: the rank with a constant column, the spectrum, an orthonormal basis.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-FLOAT32_EPS = torch.finfo(torch.float32).eps
+from attnlens.algebra.supports import Support
+from attnlens.algebra.values import repeated
+from attnlens.errors import InputError
+from attnlens.kernels import Backend, gram_factor
+from attnlens.kernels.ranks import counts, provably_full, rank_threshold
+from attnlens.kernels.returned import GramFactor
+from attnlens.kernels.torch_gram import (
+    moments,
+    orthogonal_basis,
+    reorthogonalise,
+    selected_rows,
+    whiten,
+    whiten_orthogonal,
+    whiten_spectral,
+)
+
+Method = Literal["auto", "cholesky", "eigh", "svd"]
+METHODS = ("auto", "cholesky", "eigh", "svd")
+# Squared condition number from which the basis of float64 values comes from an orthogonal
+# factorisation: that of a Gram matrix would lose a hundredth of the bar of 1e-12.
+_ORTHOGONAL = 1e4
 
 
-class Whitening(NamedTuple):
-    """A factor `W` with `W Wᵀ = G⁺`, so that `V W` has orthonormal columns.
+@dataclass(frozen=True)
+class ValueBasis:
+    """An orthonormal basis of the column space of T for every example and head.
 
     Attributes:
-        factor: `[N, E, R]` float64; columns beyond the rank are zero.
-        rank: `[N]` int64.
-        orthonormal: `[N]` bool; False where one more orthogonalisation pass is due.
+        basis: `[B, H, K, R]` in the working precision; zero at masked keys and beyond the rank.
+        whitening: `[B, H, E, R]` float64 W with `basis = values W`; with `simplex` the values have
+            a last column of ones, E = D + 1, else E = D.
+        squares: `[B, H, D]` float64, squared singular values of the values, ascending; with
+            `simplex` of the values less their mean.
+        rank: `[B, H]` int64, the numerical rank of the values, or of `[T, 1]`.
+        tokens: `[B, H]` int64, the number n of real keys.
+        threshold: `[B, H]` float64, the relative threshold that decided the rank.
+        simplex: whether the constant column was included, so that projection keeps row sums.
     """
 
-    factor: Tensor
+    basis: Tensor
+    whitening: Tensor
+    squares: Tensor
     rank: Tensor
-    orthonormal: Tensor
+    tokens: Tensor
+    threshold: Tensor
+    simplex: bool
+
+    @property
+    def nullity(self) -> Tensor:
+        """Dimension `n − rank` of the left null space, `[B, H]` int64."""
+        return self.tokens - self.rank
+
+    @property
+    def singular_values(self) -> Tensor:
+        """Singular values that count, descending, `[B, H, D]` float64, zero beyond the rank."""
+        return kept_spectrum(self.squares, self.rank - int(self.simplex))
+
+    @property
+    def condition(self) -> Tensor:
+        """Ratio of the largest to the smallest singular value that counts, `[B, H]` float64, ≥ 1.
+
+        NaN where none does.
+        """
+        return condition(self.squares, self.rank - int(self.simplex))
+
+    def for_heads(self, heads: int, dtype: torch.dtype) -> ValueBasis:
+        """Repeat the basis for grouped heads, in a working precision."""
+        return ValueBasis(
+            repeated(self.basis.to(dtype), heads),
+            *(
+                repeated(part, heads)
+                for part in (self.whitening, self.squares, self.rank, self.tokens, self.threshold)
+            ),
+            simplex=self.simplex,
+        )
+
+    def coordinates(self, attention: Tensor) -> Tensor:
+        """Express attention rows in the basis.
+
+        Args:
+            attention: `[B, H, Q, K]`.
+
+        Returns:
+            `C = A U`, `[B, H, Q, R]`; `‖C‖_F = ‖A⊥‖_F`.
+        """
+        return attention.to(self.basis.dtype) @ self.basis
+
+    def project(self, attention: Tensor) -> Tensor:
+        """Remove what the output cannot see from attention rows.
+
+        Args:
+            attention: `[B, H, Q, K]`.
+
+        Returns:
+            `A⊥ = C Uᵀ`, `[B, H, Q, K]`, zero at masked keys; A itself where nothing is null.
+        """
+        return self.coordinates(attention) @ self.basis.mT
 
 
-def default_rtol(tokens: int, width: int) -> float:
-    """Relative threshold below which a singular value counts as zero.
+@dataclass(frozen=True, eq=False)
+class SharedFactor:
+    """Factors of values whose support is the same in every row of an example.
 
-    It is `max(n, D) · eps(float32)` whatever the storage type: bfloat16 values are exact numbers,
-    and their own eps would erase every direction.
+    Attributes:
+        values: `[B, H, K, D]`; rows at masked keys may hold anything.
+        support: a shared support.
+        threshold: `[B, H]` float64, the relative threshold that decides ranks.
+        whitening: `[B, H, D, D]` float64 W with `W Wᵀ = (VᵀV)⁺`.
+        rank: `[B, H]` int64.
+        bound: `[B, H]` float64, at least the squared condition number where the rank was proven
+            to be full, else Inf.
+        gram: `[B, H, D, D]` float64, `VᵀV`.
+        total: `[B, H, D]` float64, `Vᵀ1`.
+        finite: `[B, H]` bool; heads whose values at real keys are not finite, or too large to
+            square, are treated as if these were zero.
+    """
+
+    values: Tensor
+    support: Support
+    threshold: Tensor
+    whitening: Tensor
+    rank: Tensor
+    bound: Tensor
+    gram: Tensor
+    total: Tensor
+    finite: Tensor
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """Number n of real keys, `[B, H]` int64."""
+        return self.support.tokens.expand(self.rank.shape)
+
+    @property
+    def free(self) -> Tensor:
+        """Where nothing is null, `rank = n`, so that `A⊥ = A`; `[B, H]` bool."""
+        return self.rank == self.tokens
+
+    @cached_property
+    def ones(self) -> Tensor:
+        """`G⁺ Vᵀ1`, which takes an output to the sum of its effective row, `[B, H, D]`."""
+        coordinates = torch.einsum("bhe,bhef->bhf", self.total, self.whitening)
+        return torch.einsum("bhf,bhef->bhe", coordinates, self.whitening)
+
+    @cached_property
+    def simplex_rank(self) -> Tensor:
+        """Numerical rank of `[T, 1]`, `[B, H]` int64: see :func:`simplex_ranks`."""
+        return simplex_ranks(
+            self.gram, self.total, self.tokens, self.rank, self.whitening, self.ones, self.threshold
+        )
+
+    def condition(self, root: Tensor | None, heads: int) -> Tensor:
+        """Return the largest over the smallest singular value of T that counts.
+
+        Args:
+            root: `[H, D, D]` float64 X with `X Xᵀ = H Hᵀ`; None takes T = V.
+            heads: H, a multiple of the number of value heads.
+
+        Returns:
+            `[B, H]` float64, NaN where nothing counts.
+        """
+        if root is None:
+            return repeated(condition(torch.linalg.eigvalsh(self.gram), self.rank), heads)
+        gram = root.mT @ repeated(self.gram, heads) @ root
+        return condition(torch.linalg.eigvalsh(gram), repeated(self.rank, heads))
+
+    def basis(self, *, simplex: bool = False) -> ValueBasis:
+        """Build the orthonormal basis that maps are projected on.
+
+        Args:
+            simplex: include the constant vector.
+
+        Returns:
+            The basis in float64, with R = min(K, D), or with `simplex` min(K, D + 1).
+        """
+        rows = selected_rows(self.values, self.support.keys & self._known, torch.float64)
+        if simplex:
+            basis, whitening, squares, rank = self._simplex_parts(rows)
+        else:
+            basis, whitening = self._orthonormal(rows, self.whitening, self.bound, self.rank)
+            squares, rank = torch.linalg.eigvalsh(self.gram), self.rank
+        free = rank == self.tokens
+        if bool(free.any()):  # the identity on the real keys, so that A⊥ is A to the last bit
+            keys = self.support.keys.expand(rows.shape[:3])
+            slot = keys.cumsum(-1) - 1
+            columns = torch.arange(basis.shape[-1], device=rows.device)
+            identity = (slot[..., None] == columns) & keys[..., None]
+            whole = whitening @ (basis.mT @ identity.to(basis.dtype))
+            whitening = torch.where(free[..., None, None], whole, whitening)
+            basis = torch.where(free[..., None, None], identity.to(basis.dtype), basis)
+        columns = min(basis.shape[-2:])
+        return ValueBasis(
+            basis[..., :columns],
+            whitening[..., :columns],
+            squares,
+            rank,
+            self.tokens,
+            self.threshold,
+            simplex,
+        )
+
+    @property
+    def _known(self) -> Tensor:
+        return self.finite[..., None]
+
+    def _orthonormal(
+        self, rows: Tensor, factor: Tensor, bound: Tensor, rank: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A basis `[B, H, K, D]` of rows with factors W, and these: orthonormal where W is not."""
+        basis = rows @ factor
+        limit = _ORTHOGONAL if self.values.dtype == torch.float64 else torch.inf
+        doubtful = bound >= limit
+        if bool(doubtful.any()):
+            basis, factor = basis.clone(), factor.clone()
+            basis[doubtful], factor[doubtful] = orthogonal_basis(rows[doubtful], rank[doubtful])
+        return basis, factor
+
+    def _simplex_parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Basis, whitening of `[V, 1]`, centred spectrum and rank of `[T, 1]`."""
+        keys = self.support.keys[..., None]
+        size = self.tokens.clamp(min=1).double()[..., None]
+        mean = self.total / size
+        centred = (rows - mean[..., None, :]) * keys
+        gram = centred.mT @ centred
+        squares = torch.linalg.eigvalsh(gram)
+        rank = self.simplex_rank
+        trace = self.gram.diagonal(dim1=-2, dim2=-1).sum(-1).flatten()
+        factor, _, bound = whiten(gram.flatten(0, 1), self.threshold.flatten(), trace)
+        along, factor = self._orthonormal(
+            centred, factor.view_as(gram), bound.view_as(rank), (rank - 1).clamp(min=0)
+        )
+        constant = size.rsqrt() * (self.tokens > 0)[..., None]
+        basis = torch.cat([constant[..., None, :] * keys, along], -1)
+        shift = -(mean[..., None, :] @ factor)
+        whitening = torch.cat(
+            [
+                torch.nn.functional.pad(factor, (1, 0)),
+                torch.cat([constant[..., None, :], shift], -1),
+            ],
+            -2,
+        )
+        return basis, whitening, squares, rank
+
+
+def shared_factor(
+    values: Tensor,
+    support: Support,
+    rtol: float | None = None,
+    *,
+    method: Method = "auto",
+    backend: Backend = "torch",
+) -> SharedFactor:
+    """Factor values whose support is the same in every row of an example.
 
     Args:
-        tokens: number of keys n.
-        width: head dimension D.
+        values: `[B, H, K, D]`.
+        support: a shared support.
+        rtol: relative threshold for the numerical rank; by default `max(n, D) · eps(float32)`.
+        method: see :func:`~attnlens.functional.value_basis`.
+        backend: which kernel factors, for `method="auto"`.
 
     Returns:
-        The threshold, relative to the largest singular value.
+        The factors.
+
+    Raises:
+        InputError: if `method="cholesky"` meets a rank-deficient head, or `rtol` is out of range.
     """
-    return max(tokens, width, 1) * FLOAT32_EPS
-
-
-def provably_regular(gram: Tensor, rtol: float) -> Tensor:
-    """Tell which Gram matrices have full numerical rank, without diagonalising any.
-
-    Args:
-        gram: `[..., E, E]` float64, symmetric positive semidefinite, finite.
-        rtol: a singular value of V counts when it exceeds `rtol` times the largest.
-
-    Returns:
-        `[...]` bool; False means undecided, not deficient.
-    """
-    return _inverted(gram, rtol)[1]
-
-
-def whiten(gram: Tensor, rtol: float) -> Whitening:
-    """Factor Gram matrices `G = VᵀV`: Cholesky first, eigendecomposition where it is needed.
-
-    Args:
-        gram: `[N, E, E]` float64, symmetric positive semidefinite, finite.
-        rtol: a singular value of V counts when it exceeds `rtol` times the largest.
-
-    Returns:
-        Factors with R = E.
-    """
-    inverse, regular = _inverted(gram, rtol)
-    rank = torch.full_like(regular, gram.shape[-1], dtype=torch.int64)
-    factor = inverse.mT
-    doubtful = (~regular).nonzero()[:, 0]
-    if doubtful.numel():
-        factor = factor.contiguous()
-        spectral = whiten_spectral(gram[doubtful], rtol)
-        factor[doubtful], rank[doubtful] = spectral.factor, spectral.rank
-    return Whitening(factor, rank, regular)
-
-
-def _inverted(gram: Tensor, rtol: float) -> tuple[Tensor, Tensor]:
-    """Inverse Cholesky factors, and where the rank is provably full."""
-    # σ_max²/σ_min² ≤ tr(G) tr(G⁻¹): a bound that never calls a deficient matrix regular
-    lower, info = torch.linalg.cholesky_ex(gram)
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
-    bound = gram.diagonal(dim1=-2, dim2=-1).sum(-1) * inverse.square().sum((-2, -1))
-    return inverse, (info == 0) & (bound * rtol * rtol < 1)
-
-
-def whiten_spectral(gram: Tensor, rtol: float) -> Whitening:
-    """Factor Gram matrices by symmetric eigendecomposition with rank truncation.
-
-    Args:
-        gram: `[N, E, E]` float64, symmetric positive semidefinite, finite.
-        rtol: a singular value of V counts when it exceeds `rtol` times the largest.
-
-    Returns:
-        Factors with R = E, columns in order of falling singular value.
-    """
-    eigenvalues, vectors = torch.linalg.eigh(gram)
-    sigma = eigenvalues.clamp(min=0).sqrt().flip(-1)
-    kept = (sigma > rtol * sigma[:, :1]) & (sigma > 0)
-    scale = torch.where(kept, 1 / sigma.where(kept, sigma.new_ones(())), 0.0)
-    return Whitening(vectors.flip(-1) * scale[:, None], kept.sum(-1), torch.zeros_like(kept[:, 0]))
-
-
-def whiten_short(values: Tensor, keys: Tensor, rtol: float) -> Whitening:
-    """Factor examples with no more keys than dimensions through the key-by-key Gram matrix.
-
-    For a regular `V Vᵀ` the pseudo-inverse itself is a whitening factor: `V V⁺ = I`, so the basis
-    is the identity on the real keys and effective attention is attention.
-
-    Args:
-        values: `[N, n, E]` float64, `n ≤ E`, zero at masked keys.
-        keys: `[N, n]` bool.
-        rtol: a singular value of V counts when it exceeds `rtol` times the largest.
-
-    Returns:
-        Factors with R = n; `orthonormal` is False, and the factor unusable, where `V Vᵀ` is not
-        safely regular.
-    """
-    gram = values @ values.mT
-    padded = gram + torch.diag_embed((~keys).to(gram.dtype))
-    lower, info = torch.linalg.cholesky_ex(padded)
-    # not cholesky_inverse, which raises for the whole batch where one problem is singular
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    half = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
-    inverse = (half.mT @ half) * (keys[:, :, None] & keys[:, None]).to(gram.dtype)
-    bound = gram.diagonal(dim1=-2, dim2=-1).sum(-1) * inverse.diagonal(dim1=-2, dim2=-1).sum(-1)
-    regular = (info == 0) & (bound * rtol * rtol < 1)
-    return Whitening(values.mT @ inverse, keys.sum(-1), regular)
-
-
-def reorthogonalise(basis: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply a second Cholesky pass, which makes the columns orthonormal to working precision.
-
-    Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm", ETNA 44 (2015).
-
-    Args:
-        basis: `[N, K, R]` float64, nearly orthonormal columns, zero beyond the rank.
-        factor: `[N, E, R]` float64, the factor that produced it.
-
-    Returns:
-        The basis and its factor after the pass.
-    """
-    gram = basis.mT @ basis
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    gram = gram + torch.diag_embed((diagonal == 0).to(gram.dtype))
-    lower = torch.linalg.cholesky(gram)
-    return (
-        torch.linalg.solve_triangular(lower.mT, basis, upper=True, left=False),
-        torch.linalg.solve_triangular(lower.mT, factor, upper=True, left=False),
+    shape, width = values.shape[:2], values.shape[-1]
+    keys = support.keys.expand(*shape, -1)
+    threshold = rank_threshold(support.tokens, width, rtol).expand(shape)
+    if method in ("auto", "cholesky"):
+        found = gram_factor(values, keys, threshold=threshold, backend=backend)
+        if method == "cholesky":
+            _require_full_rank(found.rank, keys.sum(-1).clamp(max=width))
+        finite = ~found.bound.isnan()
+        if not bool(finite.all()):
+            kept = [torch.where(_like(finite, part), part, 0) for part in found]
+            found = GramFactor(*kept)
+        return SharedFactor(values, support, threshold, *found, finite=finite)
+    gram, total = moments(values, keys)
+    rows = selected_rows(values, keys, torch.float64).flatten(0, 1)
+    flat = threshold.flatten()
+    solved = (
+        whiten_spectral(gram.flatten(0, 1), flat)
+        if method == "eigh"
+        else whiten_orthogonal(rows, flat)
     )
+    factor = reorthogonalise(rows, solved.factor).view_as(gram)
+    rank, bound = (part.view(shape) for part in solved[1:])
+    finite = torch.ones_like(rank, dtype=torch.bool)
+    return SharedFactor(values, support, threshold, factor, rank, bound, gram, total, finite)
 
 
-def factor_values(values: Tensor, gram: Tensor, keys: Tensor, rtol: float) -> Whitening:
-    """Choose the smaller Gram matrix for every problem and factor each kind in one batched call.
+def simplex_ranks(
+    gram: Tensor,
+    total: Tensor,
+    tokens: Tensor,
+    rank: Tensor,
+    whitening: Tensor,
+    ones: Tensor,
+    threshold: Tensor,
+) -> Tensor:
+    """Decide the numerical rank of `[T, 1]`.
+
+    It is one for the column of ones, and that of T less its mean, with the same absolute threshold
+    as that of T. So it is `rank(T)` or `rank(T) + 1`, does not depend on the scale of the column,
+    and does not take the rounding of nearly equal values for rank.
 
     Args:
-        values: `[..., K, E]`, finite at the keys; leading dimensions may be expanded.
-        gram: `[..., E, E]` float64, `valuesᵀ values` over the keys of each problem.
-        keys: `[..., K]` bool, the keys of each problem, leading dimensions broadcast; values
-            elsewhere play no part.
-        rtol: a singular value of V counts when it exceeds `rtol` times the largest.
+        gram: `[..., D, D]` float64, `VᵀV`.
+        total: `[..., D]` float64, `Vᵀ1`.
+        tokens: `[...]`, number of keys n.
+        rank: `[...]` int64, the rank of T.
+        whitening: `[..., D, D]` float64 W with `W Wᵀ = (VᵀV)⁺`.
+        ones: `[..., D]` float64, `(VᵀV)⁺ Vᵀ1`.
+        threshold: `[...]` float64, relative to the largest singular value of T.
 
     Returns:
-        Factors over the flattened leading dimensions, R = E. A problem with at most E keys whose
-        rows are independent has `rank` equal to its number of keys.
+        `[...]` int64.
     """
-    width = values.shape[-1]
-    leading = gram.shape[:-2]
-    few = keys.sum(-1) <= width
-    flat_gram = gram.reshape(-1, width, width)
-    if not bool(few.any()):
-        return whiten(flat_gram, rtol)
-    factor = torch.zeros_like(flat_gram)
-    rank = torch.zeros(flat_gram.shape[0], dtype=torch.int64, device=gram.device)
-    orthonormal = torch.zeros_like(rank, dtype=torch.bool)
-
-    short = few.expand(leading).reshape(-1)
-    position, real = (part.expand(*leading, -1) for part in _positions(keys & few[..., None]))
-    taken = torch.take_along_dim(values, position[..., None], dim=-2)
-    taken = taken.to(gram.dtype).masked_fill(~real[..., None], 0.0)
-    taken, real = taken.flatten(end_dim=-3)[short], real.flatten(end_dim=-2)[short]
-    result = whiten_short(taken, real, rtol)
-    factor[short, :, : real.shape[-1]] = result.factor
-    rank[short], orthonormal[short] = result.rank, result.orthonormal
-    doubtful = short & ~orthonormal
-    for chosen, solve in ((~short, whiten), (doubtful, whiten_spectral)):
-        if chosen.any():
-            result = solve(flat_gram[chosen], rtol)
-            factor[chosen], rank[chosen] = result.factor, result.rank
-            orthonormal[chosen] = result.orthonormal
-    return Whitening(factor, rank, orthonormal)
+    width, size = gram.shape[-1], tokens.clamp(min=1).double()
+    # tr of the inverse of G − (Vᵀ1)(Vᵀ1)ᵀ / n, by Sherman and Morrison
+    outside = 1 - torch.linalg.vecdot(total, ones) / size
+    inverse = whitening.square().sum((-2, -1)) + ones.square().sum(-1) / (size * outside)
+    bound = gram.diagonal(dim1=-2, dim2=-1).sum(-1) * inverse
+    free = rank >= tokens
+    certain = (rank == width) & (outside > 0) & provably_full(bound, threshold)
+    result = torch.where(free, tokens, torch.full_like(tokens, width + 1))
+    undecided = ~(free | certain) & gram.isfinite().flatten(-2).all(-1)
+    if bool(undecided.any()):
+        gram, total, size = gram[undecided], total[undecided], size[undecided]
+        centred = gram - total[:, :, None] * total[:, None] / size[:, None, None]
+        largest = torch.linalg.eigvalsh(gram)[:, -1:]
+        contrasts = counts(torch.linalg.eigvalsh(centred), largest, threshold[undecided, None]).sum(
+            -1
+        )
+        known = rank[undecided]  # of T: the two differ by one at most
+        found = torch.minimum(torch.maximum(contrasts + 1, known), known + 1)
+        result[undecided] = torch.minimum(found, tokens[undecided])
+    return result
 
 
-def _positions(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the keys of each problem, first ones first, and which slots are taken."""
-    # by nonzero: memory goes with the number of keys, where a sort takes `[..., K]` integers
-    flat = keys.flatten(end_dim=-2)
-    problem, position = flat.nonzero(as_tuple=True)
-    sizes = flat.sum(-1)
-    slot = torch.arange(len(problem), device=keys.device) - (sizes.cumsum(0) - sizes)[problem]
-    first = torch.zeros((len(flat), int(sizes.max())), dtype=torch.int64, device=keys.device)
-    taken = torch.zeros_like(first, dtype=torch.bool)
-    first[problem, slot], taken[problem, slot] = position, True
-    return first.unflatten(0, keys.shape[:-1]), taken.unflatten(0, keys.shape[:-1])
+def kept_spectrum(squares: Tensor, rank: Tensor) -> Tensor:
+    """Singular values in falling order, zero beyond the rank, from ascending squares."""
+    sigma = squares.clamp(min=0).sqrt().flip(-1)
+    return sigma * (torch.arange(sigma.shape[-1], device=sigma.device) < rank[..., None])
+
+
+def condition(squares: Tensor, rank: Tensor) -> Tensor:
+    """Largest over smallest singular value that counts, from ascending squares; NaN for none."""
+    sigma = squares.clamp(min=0).sqrt().flip(-1)
+    last = (rank - 1).clamp(min=0)[..., None]
+    ratio = sigma[..., 0] / sigma.gather(-1, last)[..., 0]
+    return torch.where(rank > 0, ratio, torch.nan)
+
+
+def _like(flags: Tensor, tensor: Tensor) -> Tensor:
+    """Flags `[B, H]` with as many dimensions as a tensor `[B, H, …]`."""
+    return flags[(...,) + (None,) * (tensor.dim() - flags.dim())]
+
+
+def _require_full_rank(rank: Tensor, full: Tensor) -> None:
+    deficient = (rank < full).nonzero()
+    if deficient.numel():
+        example, head = deficient[0].tolist()
+        raise InputError(
+            f'method="cholesky" needs full rank, but the values of batch index {example}, '
+            f'head {head} have rank {int(rank[example, head])}. Use method="auto".'
+        )

@@ -1,4 +1,4 @@
-"""Projectors for masks that differ from row to row: causal, sliding-window, packed, arbitrary.
+"""Factors for masks that differ from row to row: causal, sliding-window, packed, arbitrary.
 
 Rows with equal support form a group, and every group has its own projector
 `P = V_S (V_Sᵀ V_S)⁺ V_Sᵀ`. Groups are visited in chunks; inside a chunk the Gram matrices add up
@@ -8,132 +8,216 @@ the keys that all have in common and those that each has besides, so nothing can
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isqrt
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnlens.algebra.factors import Whitening, factor_values
+from attnlens.algebra.factors import simplex_ranks
 from attnlens.algebra.supports import Support
+from attnlens.kernels.ranks import rank_threshold
+from attnlens.kernels.torch_gram import Whitening, whiten, whiten_short, whiten_spectral
 
 _CHUNK_BYTES = 8 << 20
+_KEPT_BYTES = 256 << 20
 _REFINEMENTS = 2
 _ROWS_PER_GROUP = 4
 
 
-@dataclass(frozen=True)
+class Centred(NamedTuple):
+    """The values of groups of rows about their mean.
+
+    Attributes:
+        values: `[h, k, D]` values less a vector that all groups share.
+        mean: `[h, n, D]` mean of these in each group.
+        factor: `[h, n, D, D]` that makes the values of a group less their mean orthonormal.
+    """
+
+    values: Tensor
+    mean: Tensor
+    factor: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class RowGroups:
     """A chunk of groups of query rows, for one example and one set of heads that share masks.
 
+    The h value heads of a chunk serve g query heads each.
+
     Attributes:
         example: batch index.
-        heads: slice of heads.
+        heads: slice of value heads.
+        shared: g, query heads that share a value head.
         rows: `[r]` int64, the query rows of all groups of the chunk.
-        group: `[r]` int64, the group of each row, in `[0, g)`.
+        group: `[r]` int64, the group of each row.
         span: the k keys that the chunk is about; no row of it may attend to others.
-        keys: `[g, k]` bool, the support of each group.
-        values: `[h, k, E]` float64.
-        whitening: factors `[h, g, E, E]`, ranks `[h, g]`.
+        keys: `[n, k]` bool, the support of each of the n groups.
+        values: `[h, k, D]` float64.
+        gram: `[h, n, D, D]` float64, the Gram matrix of each group.
+        threshold: `[n]` float64.
+        whitening: factors `[h, n, D, D]`, ranks and bounds `[h, n]`.
     """
 
     example: int
     heads: slice
+    shared: int
     rows: Tensor
     group: Tensor
     span: slice
     keys: Tensor
     values: Tensor
+    gram: Tensor
+    threshold: Tensor
     whitening: Whitening
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """Number of keys of each group, `[n]` int64."""
+        return self.keys.sum(-1)
+
+    @cached_property
+    def total(self) -> Tensor:
+        """Sum of the values of each group, `[h, n, D]`."""
+        return self.keys.to(self.values.dtype) @ self.values
+
+    @cached_property
+    def ones(self) -> Tensor:
+        """`G⁺ V_Sᵀ1` of each group, `[h, n, D]`."""
+        factor = self.whitening.factor
+        return torch.einsum("hnd,hnde,hnfe->hnf", self.total, factor, factor)
+
+    @cached_property
+    def simplex_rank(self) -> Tensor:
+        """Numerical rank of `[T, 1]` of each group, `[h, n]` int64."""
+        shape = self.whitening.rank.shape
+        return simplex_ranks(
+            self.gram,
+            self.total,
+            self.sizes.expand(shape),
+            self.whitening.rank,
+            self.whitening.factor,
+            self.ones,
+            self.threshold.expand(shape),
+        )
+
+    @cached_property
+    def centred(self) -> Centred:
+        """The values of each group about their mean, and a factor of them."""
+        about = self.values - self.values.mean(1, keepdim=True)  # so that little cancels
+        size = self.sizes.clamp(min=1).to(about.dtype)
+        mean = (self.keys.to(about.dtype) @ about) / size[:, None]
+        gram = _grams(about, self.keys)
+        gram = gram - size[:, None, None] * mean[..., :, None] * mean[..., None, :]
+        squares, axes = (part.flip(-1) for part in torch.linalg.eigh(gram))
+        order = torch.arange(squares.shape[-1], device=squares.device)
+        kept = order < self.simplex_rank[..., None] - 1
+        scale = torch.where(kept, torch.where(kept, squares, 1.0).rsqrt(), 0.0)
+        return Centred(about, mean, axes * scale[..., None, :])
+
+    def simplex_basis(self) -> Tensor:
+        """Return an orthonormal basis of `[T, 1]` of each group, `[h, n, k, D + 1]`."""
+        about, mean, factor = self.centred
+        size = self.sizes.clamp(min=1).to(about.dtype)
+        constant = size.rsqrt()[:, None, None].expand(*factor.shape[:2], about.shape[1], 1)
+        along = (about[:, None] - mean[..., None, :]) @ factor
+        return torch.cat([constant, along], -1) * self.keys[..., None]
 
     def scatter(self, target: Tensor, source: Tensor) -> None:
         """Write per-row results into a tensor over all rows.
 
         Args:
-            target: `[B, H, Q, ...]`, changed in place.
-            source: `[h, r, ...]`.
+            target: `[B, H, Q, ...]`, changed in place; H counts query heads.
+            source: `[h, g or 1, r, ...]`.
         """
-        target[self.example, self.heads, self.rows] = source.to(target.dtype)
+        view = target.unflatten(1, (-1, self.shared))[self.example, self.heads]
+        view[:, :, self.rows] = source.to(target.dtype)
 
     def take(self, source: Tensor) -> Tensor:
-        """Pick this chunk's rows, `[B, H, Q, ...]` to `[h, r, ...]`."""
-        return source[self.example, self.heads, self.rows]
+        """Pick this chunk's rows, `[B, H, Q, ...]` to `[h, g, r, ...]`."""
+        heads: Tensor = source.unflatten(1, (-1, self.shared))[self.example, self.heads]
+        return heads[:, :, self.rows]
 
     def per_row(self, grouped: Tensor) -> Tensor:
-        """Repeat a per-group quantity for its rows, `[h, g, ...]` to `[h, r, ...]`."""
-        return grouped[:, self.group]
+        """Repeat a per-group quantity for its rows, `[h, n, ...]` to `[h, 1, r, ...]`."""
+        return grouped[:, None, self.group]
 
-    def coordinates(self, context: Tensor) -> Tensor:
-        """Express outputs `o_i = a_i V` in the orthonormal basis of their row.
-
-        Args:
-            context: `[h, r, E]` float64.
-
-        Returns:
-            `c_i = o_i W`, `[h, r, E]`, with `‖c_i‖ = ‖a⊥_i‖`.
-        """
-        return self._apply(context, self.whitening.factor)
-
-    def solve(self, context: Tensor) -> Tensor:
+    def solve(self, rows: Tensor) -> Tensor:
         """Solve `G x = o` for every row, so that `a⊥_i = x_i V_Sᵀ`.
 
         Args:
-            context: `[h, r, E]` float64 outputs `o_i = a_i V`.
+            rows: `[h, g, r, D]` float64 outputs `o_i = a_i V`.
 
         Returns:
-            `x`, `[h, r, E]`.
+            `x`, `[h, g, r, D]`.
         """
-        return self._apply(self.coordinates(context), self.whitening.factor.mT)
+        factor = self.whitening.factor
+        return self._apply(self._apply(rows, factor), factor.mT)
+
+    def refined(self, rows: Tensor) -> Tensor:
+        """Solve as :meth:`solve` does, once more where the rank of a group was not proven.
+
+        Args:
+            rows: `[h, g, r, D]` float64, in the row space of the values of each group.
+
+        Returns:
+            `[h, g, r, D]`.
+        """
+        solution = self.solve(rows)
+        doubtful = self.whitening.bound.isinf() & (self.whitening.rank < self.sizes)
+        if not bool(doubtful.any()):
+            return solution
+        values = self.values[:, None]
+        effective = (solution @ values.mT) * self.keys[self.group]
+        return solution + self.solve(rows - effective @ values)
 
     def _apply(self, rows: Tensor, matrices: Tensor) -> Tensor:
-        """Multiply every row `[h, r, X]` by its group's matrix, `[h, g, X, Y]` to `[h, r, Y]`."""
+        """Multiply every row `[h, g, r, X]` by its group's matrix, `[h, n, X, Y]`."""
         groups = matrices.shape[1]
-        if rows.shape[1] <= _ROWS_PER_GROUP * groups:
-            return torch.einsum("hrx,hrxy->hry", rows, self.per_row(matrices))
-        result = rows.new_empty(*rows.shape[:2], matrices.shape[-1])
+        if rows.shape[2] <= _ROWS_PER_GROUP * groups:
+            return torch.einsum("hgrx,hrxy->hgry", rows, matrices[:, self.group])
+        result = rows.new_empty(*rows.shape[:3], matrices.shape[-1])
         for index in range(groups):  # few groups of many rows: no matrix is repeated
             members = self.group == index
-            result[:, members] = rows[:, members] @ matrices[:, index]
+            result[:, :, members] = rows[:, :, members] @ matrices[:, None, index]
         return result
 
 
-@dataclass(frozen=True)
-class RowwiseBasis:
-    """The projectors of a mask that differs by row, computed in chunks when asked for.
+@dataclass(frozen=True, eq=False)
+class RowFactor:
+    """The factors of a mask that differs by row, computed in chunks when asked for.
 
     Attributes:
-        values: `[B, H, K, E]` float64 values, zero outside the real keys.
+        values: `[B, Hv, K, D]` float64 values, zero outside the real keys.
         support: the keys of every row.
-        rtol: the relative threshold that decides ranks.
-        simplex: whether the constant column was included.
-        dtype: working precision of results.
+        heads: H, the number of query heads, a multiple of Hv.
+        dtype: working precision of maps.
+        rtol: relative threshold for the rank, or None for `max(n, D) · eps(float32)`.
+        simplex: whether projection keeps the row sums.
     """
 
     values: Tensor
     support: Support
-    rtol: float
-    simplex: bool
+    heads: int
     dtype: torch.dtype
-
-    @property
-    def queries(self) -> int:
-        """Number of query rows Q."""
-        rows = self.support.rows if self.support.rows is not None else self.support.last
-        assert rows is not None
-        return rows.shape[2]
+    rtol: float | None = None
+    simplex: bool = False
 
     @property
     def tokens(self) -> Tensor:
         """Number of keys each row may attend to, `[B, H, Q]` int64."""
-        return self.support.sizes().expand(*self.values.shape[:2], self.queries)
+        batch = self.values.shape[0]
+        return self.support.sizes.expand(batch, self.heads, self.support.queries)
 
     @cached_property
     def rank(self) -> Tensor:
-        """Numerical rank of the values each row may attend to, `[B, H, Q]` int64."""
-        rank = self.tokens.new_zeros(self.tokens.shape)
+        """Numerical rank of T, or of `[T, 1]`, in the keys of each row, `[B, H, Q]` int64."""
+        rank = torch.zeros_like(self.tokens)
         for chunk in self.groups():
-            chunk.scatter(rank, chunk.per_row(chunk.whitening.rank))
+            found = chunk.simplex_rank if self.simplex else chunk.whitening.rank
+            chunk.scatter(rank, chunk.per_row(found))
         return rank
 
     @property
@@ -152,22 +236,16 @@ class RowwiseBasis:
         """
         result = torch.zeros(attention.shape, dtype=self.dtype, device=attention.device)
         for chunk in self.groups():
-            rows = chunk.take(attention[..., chunk.span]).double() * chunk.keys[chunk.group]
-            chunk.scatter(result[..., chunk.span], self._project(chunk, rows))
+            seen = chunk.keys[chunk.group]
+            rows = chunk.take(attention[..., chunk.span]).double() * seen
+            if self.simplex:
+                projected, rank = self._project_simplex(chunk, rows, seen)
+            else:
+                projected, rank = self._project(chunk, rows, seen), chunk.whitening.rank
+            free = chunk.per_row(rank == chunk.sizes)
+            kept = torch.where(free[..., None], rows, projected)
+            chunk.scatter(result[..., chunk.span], kept)
         return result
-
-    @staticmethod
-    def _project(chunk: RowGroups, rows: Tensor) -> Tensor:
-        """`x V_Sᵀ` by normal equations, refined against `A⊥ V = A V`."""
-        keys = chunk.keys[chunk.group]
-        context = rows @ chunk.values
-        solution = torch.zeros_like(context)
-        projected = torch.zeros_like(rows)
-        for _ in range(1 + _REFINEMENTS):
-            solution = solution + chunk.solve(context - projected @ chunk.values)
-            projected = (solution @ chunk.values.mT) * keys
-        free = chunk.per_row(chunk.whitening.rank) == keys.sum(-1)
-        return torch.where(free[..., None], rows, projected)
 
     def groups(self) -> Iterator[RowGroups]:
         """Visit the groups of rows with equal support, in chunks of bounded memory.
@@ -175,42 +253,84 @@ class RowwiseBasis:
         Yields:
             Chunks that together cover every row with a non-empty support exactly once.
         """
+        if self._chunks is not None:
+            yield from self._chunks
+        else:
+            yield from self._visited()
+
+    @cached_property
+    def _chunks(self) -> list[RowGroups] | None:
+        """All chunks, kept for the next who asks, where they are small."""
+        batch, heads, _, width = self.values.shape
+        rows = batch * heads * self.support.queries
+        return list(self._visited()) if 16 * rows * width**2 <= _KEPT_BYTES else None
+
+    def _visited(self) -> Iterator[RowGroups]:
         batch, heads = self.values.shape[:2]
         masks = self.support.keys.shape[1]
         for example in range(batch):
             for index in range(masks):
                 chosen = slice(index, index + 1) if masks > 1 else slice(0, heads)
                 values = self.values[example, chosen]
-                for rows, group, span, keys, gram in self._chunks(example, index, values):
+                for rows, group, span, keys in self._chunked(example, index, values):
                     seen = values[:, span]
-                    whitening = self._factor(seen, keys, gram)
-                    yield RowGroups(example, chosen, rows, group, span, keys, seen, whitening)
+                    gram = _grams(seen, keys)
+                    threshold = rank_threshold(keys.sum(-1), seen.shape[-1], self.rtol)
+                    yield RowGroups(
+                        example,
+                        chosen,
+                        self.heads // heads,
+                        rows,
+                        group,
+                        span,
+                        keys,
+                        seen,
+                        gram,
+                        threshold,
+                        _whitened(seen, keys, gram, threshold),
+                    )
 
-    def _factor(self, values: Tensor, keys: Tensor, gram: Tensor) -> Whitening:
-        heads, groups, width = gram.shape[:3]
-        whitening = factor_values(
-            values[:, None].expand(-1, groups, -1, -1), gram, keys[None], self.rtol
-        )
-        return Whitening(
-            whitening.factor.reshape(heads, groups, width, width),
-            whitening.rank.reshape(heads, groups),
-            whitening.orthonormal.reshape(heads, groups),
-        )
+    @staticmethod
+    def _project(chunk: RowGroups, rows: Tensor, seen: Tensor) -> Tensor:
+        """`x V_Sᵀ` by normal equations, refined against `A⊥ V = A V`."""
+        values = chunk.values[:, None]
+        context = rows @ values
+        solution = torch.zeros_like(context)
+        projected = torch.zeros_like(rows)
+        for _ in range(1 + _REFINEMENTS):
+            solution = solution + chunk.solve(context - projected @ values)
+            projected = (solution @ values.mT) * seen
+        return projected
 
-    def _chunks(
+    @staticmethod
+    def _project_simplex(chunk: RowGroups, rows: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """The same within `[T, 1]`: the mean of a row, and what lies along the centred values."""
+        about, mean, factor = chunk.centred
+        centred = replace(chunk, whitening=chunk.whitening._replace(factor=factor))
+        values, middle = about[:, None], chunk.per_row(mean)
+        projected = (rows.sum(-1) / chunk.sizes[chunk.group])[..., None] * seen
+        solution = torch.zeros(*rows.shape[:3], about.shape[-1], dtype=rows.dtype)
+        solution = solution.to(rows.device)
+        constant = projected
+        for _ in range(1 + _REFINEMENTS):
+            rest = rows - projected
+            left = rest @ values - rest.sum(-1, keepdim=True) * middle
+            solution = solution + centred.solve(left)
+            along = solution @ values.mT - (solution * middle).sum(-1, keepdim=True)
+            projected = constant + along * seen
+        return projected, chunk.simplex_rank
+
+    def _chunked(
         self, example: int, index: int, values: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor, slice, Tensor, Tensor]]:
-        """Yield `(rows, group, span, keys, gram)` for one example and one mask."""
+    ) -> Iterator[tuple[Tensor, Tensor, slice, Tensor]]:
+        """Yield `(rows, group, span, keys)` for one example and one mask."""
         real = self.support.keys[example, index]
         if self.support.rows is not None:
             distinct, group = torch.unique(
                 self.support.rows[example, index], dim=0, return_inverse=True
             )
-            for members, chosen in _batches(
-                group, distinct.any(-1), self._groups_per_chunk(values)
-            ):
-                keys = distinct[chosen]
-                yield *members, slice(None), keys, _grams(values, keys)
+            for chosen in distinct.any(-1).nonzero()[:, 0].split(self._groups_per_chunk(values)):
+                yield *_members(group, chosen), slice(None), distinct[chosen]
             return
         assert self.support.first is not None and self.support.last is not None
         bounds = torch.stack([
@@ -221,29 +341,60 @@ class RowwiseBasis:
         # neighbouring intervals differ by a key at each end: g of them by 2g keys in all
         heads, _, width = values.shape
         size = min(self._groups_per_chunk(values), isqrt(_CHUNK_BYTES // (16 * heads * width)) + 1)
-        for members, chosen in _interval_batches(distinct, group, size):
+        for chosen in _interval_batches(distinct, size):
             first, last = distinct[:, chosen]
             span = slice(int(first.amin()), int(last.amax()))
             position = torch.arange(span.start, span.stop, device=real.device)
             inside = (position >= first[:, None]) & (position < last[:, None]) & real[span]
-            yield *members, span, inside, _grams(values[:, span], inside)
+            yield *_members(group, chosen), span, inside
 
     def _groups_per_chunk(self, values: Tensor) -> int:
         heads, keys, width = values.shape
         return max(1, _CHUNK_BYTES // (8 * (heads * width * width + keys)))
 
 
-def _batches(
-    group: Tensor, wanted: Tensor, size: int
-) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
-    """Cut the wanted groups into chunks; yield `(rows, local group)` and the chunk's groups."""
-    for chosen in wanted.nonzero()[:, 0].split(size):
-        yield _members(group, chosen), chosen
+def _whitened(values: Tensor, keys: Tensor, gram: Tensor, threshold: Tensor) -> Whitening:
+    """Factor every group by the smaller Gram matrix that serves it.
+
+    Args:
+        values: `[h, k, D]` float64.
+        keys: `[n, k]` bool.
+        gram: `[h, n, D, D]`.
+        threshold: `[n]`.
+
+    Returns:
+        Factors `[h, n, D, D]`, ranks and bounds `[h, n]`.
+    """
+    heads, groups, width, _ = gram.shape
+    factor = torch.zeros_like(gram)
+    rank = torch.zeros(heads, groups, dtype=torch.int64, device=gram.device)
+    bound = torch.zeros(heads, groups, dtype=torch.float64, device=gram.device)
+    sizes = keys.sum(-1)
+    for short in (True, False):
+        chosen = ((sizes <= width) == short).nonzero()[:, 0]
+        if not len(chosen):
+            continue
+        flat = threshold[chosen].repeat(heads)
+        if short:
+            count = int(sizes[chosen].max())
+            order = keys[chosen].to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices
+            order = order[:, :count]
+            real = keys[chosen].gather(-1, order)
+            rows = values[:, order] * real[..., None]
+            found = whiten_short(rows.flatten(0, 1), real.repeat(heads, 1), flat)
+        else:
+            count = width
+            found = whiten(gram[:, chosen].flatten(0, 1), flat)
+        parts = (part.unflatten(0, (heads, -1)) for part in found)
+        factor[:, chosen, :, :count], rank[:, chosen], bound[:, chosen] = parts
+    doubtful = bound.isinf()
+    if bool(doubtful.any()):
+        found = whiten_spectral(gram[doubtful], threshold.expand(heads, -1)[doubtful])
+        factor[doubtful], rank[doubtful] = found.factor, found.rank
+    return Whitening(factor, rank, bound)
 
 
-def _interval_batches(
-    distinct: Tensor, group: Tensor, size: int
-) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
+def _interval_batches(distinct: Tensor, size: int) -> Iterator[Tensor]:
     """Cut sorted intervals into chunks whose members all overlap in one common core."""
     bounds = distinct.T.tolist()
     start = 0
@@ -260,8 +411,7 @@ def _interval_batches(
             if bounds[stop][0] >= core:
                 break
             stop += 1
-        chosen = torch.arange(start, stop, device=group.device)
-        yield _members(group, chosen), chosen
+        yield torch.arange(start, stop, device=distinct.device)
         start = stop
 
 
@@ -275,11 +425,11 @@ def _members(group: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _grams(values: Tensor, keys: Tensor) -> Tensor:
-    """Gram matrices of a chunk's supports: `[h, k, E]`, `[g, k]` to `[h, g, E, E]`."""
+    """Gram matrices of a chunk's supports: `[h, k, D]`, `[n, k]` to `[h, n, D, D]`."""
     # the keys that all have once, then what each has of the others: sums only add up
     common = keys.all(0)
     core, around = values[:, common], keys.any(0) & ~common
     values, keys = values[:, around], keys[:, around]
     selected = values.mT.contiguous()[:, None] * keys[:, None]  # all of a head in one product
-    own = (selected.flatten(1, 2) @ values).unflatten(1, (len(keys), -1))
+    own: Tensor = (selected.flatten(1, 2) @ values).unflatten(1, (len(keys), -1))
     return (core.mT @ core)[:, None] + own

@@ -8,7 +8,8 @@ so that everything downstream can work per example or per interval instead of pe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ _CHUNK_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True)
 class Support:
-    """The keys `S_i` that query row `i` may attend to.
+    """The keys `S_i` that query row `i` may attend to, and the rows that count.
 
     Exactly one of three forms holds:
 
@@ -29,13 +30,15 @@ class Support:
     - *rows*: row `i` attends to `rows[..., i, :]`, arbitrary.
 
     Attributes:
-        keys: `[B, G, K]` bool, the real keys (the union over rows); G is 1 or H.
+        keys: `[B, G, K]` bool, the real keys (those that some row sees); G is 1 or H.
+        active: `[B, G, Q]` bool, the rows that count.
         first: `[B, G, Q]` int64 or None.
         last: `[B, G, Q]` int64 or None, exclusive.
         rows: `[B, G, Q, K]` bool or None.
     """
 
     keys: Tensor
+    active: Tensor
     first: Tensor | None = None
     last: Tensor | None = None
     rows: Tensor | None = None
@@ -50,12 +53,14 @@ class Support:
         """Number of real keys, `[B, G]` int64."""
         return self.keys.sum(-1)
 
-    def sizes(self) -> Tensor:
-        """Count the keys of every row.
+    @property
+    def queries(self) -> int:
+        """Number of query rows Q."""
+        return self.active.shape[-1]
 
-        Returns:
-            `[B, G, Q]` int64 (`[B, G, 1]` when shared), in `[0, K]`.
-        """
+    @cached_property
+    def sizes(self) -> Tensor:
+        """Number of keys of every row, `[B, G, Q]` int64 (`[B, G, 1]` when shared)."""
         if self.shared:
             return self.tokens[..., None]
         if self.rows is not None:
@@ -64,54 +69,78 @@ class Support:
         counts = _running_count(self.keys)
         return counts.gather(-1, self.last) - counts.gather(-1, self.first)
 
-    def active(self, queries: int, *, cross: bool = False) -> Tensor:
-        """Tell which query rows are real.
-
-        In self-attention (as many queries as keys) a row is real when its own token is a real
-        key; elsewhere every row that sees a key is real.
+    def counted(self, *, own: bool = True, padding: Tensor | None = None) -> Support:
+        """Keep the rows that count, and the keys that they see.
 
         Args:
-            queries: number of query rows Q.
-            cross: queries and keys are different tokens, even where there are as many.
+            own: whether queries and keys are the same tokens; a row then counts only if its own
+                token is a real key.
+            padding: `[B, Q]` bool, the rows that may count; None leaves it to the mask.
 
         Returns:
-            `[B, G, Q]` bool.
+            The support of those rows. A shared one keeps its keys, which are the same in every
+            row.
         """
-        sizes = self.sizes().expand(*self.keys.shape[:2], queries)
-        real = sizes > 0
-        return real if cross or queries != self.keys.shape[-1] else real & self.keys
+        active = self.active
+        if own and self.queries == self.keys.shape[-1]:
+            active = active & self.keys
+        if padding is not None:
+            active = active & padding[:, None]
+        if self.shared:
+            return replace(self, active=active)
+        return self._of_rows(active)._simplest()
 
-    def restricted(self, rows: Tensor) -> Support:
-        """Take the keys away from some rows, and drop the keys that only those could see.
-
-        Args:
-            rows: `[B, G, Q]` bool, the rows to keep; G may be 1.
-
-        Returns:
-            The support; a shared one is returned as it is, its keys being the same in every row.
-        """
+    def _of_rows(self, active: Tensor) -> Support:
+        """Keep some rows, and the keys that they see."""
         if self.rows is not None:
-            kept = self.rows & rows[..., None]
-            return Support(kept.any(-2), rows=kept)
-        if self.first is None or self.last is None:
-            return self
-        last = torch.where(rows, self.last, self.first)
+            rows = self.rows & active[..., None]
+            return Support(rows.any(-2), active, rows=rows)
+        assert self.first is not None and self.last is not None
+        last = torch.where(active, self.last, self.first)
         steps = torch.zeros(*self.keys.shape[:2], self.keys.shape[-1] + 1, device=last.device)
         open_ = (last > self.first).to(steps.dtype)
         steps.scatter_add_(-1, self.first, open_).scatter_add_(-1, last, -open_)
         covered = steps.cumsum(-1)[..., :-1] > 0
-        return Support(self.keys & covered, self.first.expand_as(last), last)
+        return Support(self.keys & covered, active, self.first, last)
 
-    def mask(self, start: int, stop: int) -> Tensor:
+    def _simplest(self) -> Support:
+        """The shared form where all rows that count see all real keys."""
+        whole = (self.sizes == self.tokens[..., None]) | ~self.active
+        return Support(self.keys, self.active) if bool(whole.all()) else self
+
+    def part(self, examples: Tensor, rows: int, keys: int) -> Support:
+        """Take the first rows and keys of some examples.
+
+        Args:
+            examples: `[N]` int64, batch indices.
+            rows: number of query rows.
+            keys: number of keys; no row that is taken sees others.
+
+        Returns:
+            The support of N examples.
+        """
+
+        def taken(part: Tensor | None) -> Tensor | None:
+            return None if part is None else part[examples, :, :rows]
+
+        real = self.keys[examples, :, :keys]
+        active = self.active[examples, :, :rows]
+        if self.rows is not None:
+            return Support(real, active, rows=self.rows[examples, :, :rows, :keys])
+        first, last = (taken(part) for part in (self.first, self.last))
+        return Support(real, active, first, None if last is None else last.clamp(max=keys))
+
+    def mask(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Materialise the rows `start:stop` of the mask.
 
         Args:
             start: first query row.
-            stop: one past the last query row.
+            stop: one past the last query row; all that follow by default.
 
         Returns:
             `[B, G, stop − start, K]` bool, broadcast over rows when shared.
         """
+        stop = self.queries if stop is None else stop
         if self.rows is not None:
             return self.rows[:, :, start:stop]
         keys = self.keys[:, :, None]
@@ -150,14 +179,14 @@ def support_of(
     """
     if mask is None:
         real = torch.ones((batch, 1, keys), dtype=torch.bool, device=device)
-        return _causal(real, queries) if causal else Support(real)
+        return _causal(real, queries) if causal else _shared(real, queries)
     mask = boolean_mask(mask, batch, queries, keys)
     if mask.shape[-2] == 1 or mask.stride(-2) == 0 or torch.equal(mask, _first_row(mask)):
         real = mask[..., 0, :]
-        return _causal(real, queries) if causal else Support(real)
+        return _causal(real, queries) if causal else _shared(real, queries)
     if causal:
         mask = mask & mask.new_ones(queries, keys).tril()
-    return _interval(mask) or Support(mask.any(-2), rows=mask)
+    return _interval(mask) or Support(mask.any(-2), mask.any(-1), rows=mask)
 
 
 def boolean_mask(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
@@ -210,10 +239,16 @@ def _running_count(keys: Tensor) -> Tensor:
     return torch.nn.functional.pad(keys.cumsum(-1), (1, 0))
 
 
+def _shared(keys: Tensor, queries: int) -> Support:
+    return Support(keys, keys.any(-1, keepdim=True).expand(-1, -1, queries))
+
+
 def _causal(keys: Tensor, queries: int) -> Support:
+    keys = keys & (torch.arange(keys.shape[-1], device=keys.device) < queries)
     last = torch.arange(1, queries + 1, device=keys.device).clamp(max=keys.shape[-1])
     last = last.expand(*keys.shape[:2], -1)
-    return Support(keys, torch.zeros_like(last), last)
+    active = _running_count(keys).gather(-1, last) > 0
+    return Support(keys, active, torch.zeros_like(last), last)
 
 
 def row_chunks(rows: int, elements_per_row: int) -> Iterator[tuple[int, int]]:
@@ -234,6 +269,7 @@ def row_chunks(rows: int, elements_per_row: int) -> Iterator[tuple[int, int]]:
 def _interval(mask: Tensor) -> Support | None:
     """Recognise rows that are intervals of the real keys; None where one is not."""
     keys = mask.any(-2)  # [B, G, K]
+    active = mask.any(-1)
     counts = _running_count(keys)
     first, last, exact = [], [], True
     for start, stop in row_chunks(mask.shape[-2], mask[..., 0, :].numel()):
@@ -245,4 +281,4 @@ def _interval(mask: Tensor) -> Support | None:
         exact = exact and torch.equal(inside, size)
         first.append(begin)
         last.append(end)
-    return Support(keys, torch.cat(first, -1), torch.cat(last, -1)) if exact else None
+    return Support(keys, active, torch.cat(first, -1), torch.cat(last, -1)) if exact else None

@@ -1,7 +1,7 @@
 """Attention to labels: sums of raw and effective attention over the keys of each label.
 
-`A⊥ M`, with M the membership of keys in labels, needs no attention matrix: a row is `c_i (UᵀM)`
-with the coordinates `c_i` of its output in the basis U of the values.
+`A⊥ M`, with M the membership of keys in labels, needs no attention matrix: a row of it is
+`o_i G⁺ (V_Sᵀ M)` with the row's output `o_i` and the Gram matrix G of the values that it sees.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import torch
 from opt_einsum import contract
 from torch import Tensor
 
-from attnlens.algebra.nullspace import ValueBasis
-from attnlens.algebra.rowwise import RowwiseBasis
-from attnlens.algebra.values import selected_rows
+from attnlens.algebra.factors import SharedFactor
+from attnlens.algebra.problem import Problem
+from attnlens.algebra.rowwise import RowFactor
+from attnlens.algebra.values import repeated
 from attnlens.errors import InputError
+from attnlens.kernels.torch_gram import selected_rows
 
 
 class LabelMeans(NamedTuple):
@@ -56,54 +58,54 @@ def label_members(labels: Tensor | None, keys: Tensor, num_labels: int) -> Tenso
     return (labels.to(real.device)[..., None] == every) & real[..., None]
 
 
-def label_means(
-    basis: ValueBasis | RowwiseBasis,
-    context: Tensor,
-    received: Tensor,
-    members: Tensor,
-    active: Tensor,
-) -> LabelMeans:
+def label_means(problem: Problem, members: Tensor) -> LabelMeans:
     """Average raw and effective attention to each label over query rows.
 
     Where nothing is hidden from the output, `rank = n`, both are the same to the last bit.
 
     Args:
-        basis: of the values, as :func:`~attnlens.algebra.nullspace.value_basis` finds it.
-        context: `[B, H, Q, E]` outputs `O = A V` in the space of the basis.
-        received: `[B, H, Q, G]`, raw attention of each row to the keys of each label, `A M`.
+        problem: the call.
         members: `[B, K, G]` bool M, from :func:`label_members`.
-        active: `[B, H, Q]` bool, the rows to count; the others may hold anything.
 
     Returns:
-        The means; NaN for examples without such a row.
+        The means; NaN for examples without a row that counts.
     """
-    received = selected_rows(received, active, torch.float64)
-    context = selected_rows(context, active, torch.float64)
+    active, factor = problem.active, problem.factor
+    received = selected_rows(problem.rows.product(members), active, torch.float64)
     total = received.sum(-2)
-    if isinstance(basis, ValueBasis):
-        effective = _shared_sums(basis, context, members)
-        effective = torch.where(basis.nullity[..., None] == 0, total, effective)
+    if isinstance(factor, SharedFactor):
+        outputs, _ = problem.again(problem.ill_conditioned)
+        effective = _shared_sums(factor, selected_rows(outputs, active, torch.float64), members)
+        free = repeated(factor.free, problem.heads)[..., None]
+        effective = torch.where(free, total, effective)
     else:
-        effective = _row_sums(basis, context, received, members).sum(-2)
+        effective = _row_sums(problem, factor, received, members).sum(-2)
     count = active.sum(-1)[..., None]
     return LabelMeans(total / count, effective / count)
 
 
-def _shared_sums(basis: ValueBasis, context: Tensor, members: Tensor) -> Tensor:
+def _shared_sums(factor: SharedFactor, outputs: Tensor, members: Tensor) -> Tensor:
     """Sums over rows where all rows of an example share their keys, `[B, H, G]`."""
-    coordinates = contract("bhe,bher->bhr", context.sum(-2), basis.whitening)  # 1ᵀC
-    columns = contract("bhkr,bkg->bhrg", basis.basis.double(), members.double())  # UᵀM
-    return contract("bhr,bhrg->bhg", coordinates, columns)
+    heads = outputs.shape[1]
+    values = selected_rows(
+        factor.values, factor.support.keys & factor.finite[..., None], torch.float64
+    )
+    columns = contract("bhkd,bkg->bhdg", values, members.double())
+    solved = repeated(
+        contract("bhde,bhfe,bhfg->bhdg", factor.whitening, factor.whitening, columns), heads
+    )
+    return contract("bhd,bhdg->bhg", outputs.sum(-2), solved)
 
 
-def _row_sums(basis: RowwiseBasis, context: Tensor, received: Tensor, members: Tensor) -> Tensor:
+def _row_sums(problem: Problem, factor: RowFactor, received: Tensor, members: Tensor) -> Tensor:
     """The same where the keys differ by row, `[B, H, Q, G]`."""
     result = torch.zeros_like(received)
-    for chunk in basis.groups():
+    for chunk in factor.groups():
         there = members[chunk.example, chunk.span]
-        of_label = (chunk.keys & member for member in there.T)  # [g, k]
+        of_label = (chunk.keys & member for member in there.T)  # [n, k]
         columns = torch.stack([keys.double() @ chunk.values for keys in of_label], -1)
-        sums = contract("hre,hrel->hrl", chunk.solve(chunk.take(context)), chunk.per_row(columns))
-        free = chunk.per_row(chunk.whitening.rank) == chunk.keys.sum(-1)[chunk.group]
+        solution = chunk.refined(problem.outputs_of(chunk, problem.outputs))
+        sums = contract("hgrd,hrdl->hgrl", solution, columns[:, chunk.group])
+        free = chunk.per_row(chunk.whitening.rank == chunk.sizes)
         chunk.scatter(result, torch.where(free[..., None], chunk.take(received), sums))
     return result

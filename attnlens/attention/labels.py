@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlens.algebra.factors import default_rtol
-from attnlens.algebra.streaming import finite_basis, recomputed_context, streamed_product
+from attnlens.algebra.problem import Problem, problem
 from attnlens.attention.label_sums import LabelMeans, label_means, label_members
 from attnlens.capture import Capture
 from attnlens.errors import AttnLensWarning, InputError
+from attnlens.kernels.ranks import require_rtol
 from attnlens.observer import Labels, SumObserver, Sums, stack_heads
 from attnlens.results import LayeredResult, LayerKey
 from attnlens.saving import storable
@@ -70,7 +70,8 @@ class LabelAttention(SumObserver):
             set between forward passes. None: all share label 0.
         label_names: names of the G labels.
         layers: layer indices to look at; None looks at all.
-        rtol: relative threshold for the numerical rank; by default `max(n, D) · eps(float32)`.
+        rtol: relative threshold for the numerical rank, in `[1e-7, 1)`; by default
+            `max(n, D) · eps(float32)`, n the number of real keys.
 
     Raises:
         InputError: if there are no label names.
@@ -93,7 +94,7 @@ class LabelAttention(SumObserver):
             raise InputError(f"label_names must be one name or more. Got {label_names!r}.")
         self.labels = labels
         self.label_names = tuple(label_names)
-        self.rtol = rtol
+        self.rtol = require_rtol(rtol)
         self._computed: Tensor | None = None
 
     def begin_forward(self, inputs: Mapping[str, Any]) -> None:
@@ -110,19 +111,11 @@ class LabelAttention(SumObserver):
         Args:
             capture: the call.
         """
-        *_, keys, width = capture.shape
-        rtol = default_rtol(keys, width) if self.rtol is None else self.rtol
+        posed = problem(capture, self.rtol)
         labels = self._computed if callable(self.labels) else self.labels
         members = label_members(labels, capture.support.keys, len(self.label_names))
-        basis, finite = finite_basis(capture, rtol)
-        if capture.exact_context:
-            context = capture.reached_context()
-        else:
-            context = recomputed_context(capture, False, rtol).context
-        active = capture.real_rows.expand(*context.shape[:3])
-        received = streamed_product(capture, members)
-        means = label_means(basis, context, received, members, active)
-        self.add((capture.stack, capture.layer), _sums(capture, means, members, active, finite))
+        means = label_means(posed, members)
+        self.add((capture.stack, capture.layer), _sums(capture, posed, means, members))
 
     def merge(self, other: LabelAttention) -> LabelAttention:
         """Add what another observer has seen.
@@ -164,13 +157,11 @@ class LabelAttention(SumObserver):
         return LabelAttentionResult(tuple(layers), self.label_names, value_space=spaces, **stacked)
 
 
-def _sums(
-    capture: Capture, means: LabelMeans, members: Tensor, active: Tensor, finite: Tensor
-) -> Sums:
+def _sums(capture: Capture, posed: Problem, means: LabelMeans, members: Tensor) -> Sums:
     """Sums over the examples of one call that are real and finite, `[H]` and `[H, G]`."""
     raw, effective = means
-    real = active.any(-1)  # [B, H]
-    finite = (finite & raw.isfinite().all(-1) & effective.isfinite().all(-1)) | ~real
+    real = posed.active.any(-1)  # [B, H]
+    finite = (posed.finite & raw.isfinite().all(-1) & effective.isfinite().all(-1)) | ~real
     counted = (finite & real)[..., None]
     tokens = members.sum(1)[:, None].double()  # [B, 1, G]
     share = tokens / capture.support.keys.any(1).sum(-1).clamp(min=1)[:, None, None]

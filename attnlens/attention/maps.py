@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnlens.algebra.problem import problem
 from attnlens.capture import Capture
 from attnlens.errors import AttnLensError, InputError, MemoryBoundError
 from attnlens.observer import Observer
@@ -102,8 +103,10 @@ class EffectiveAttention(Observer):
                 f"or heads, call reset() between batches, or raise max_bytes."
             )
         raw = capture.attention()
-        effective = capture.value_basis(self.simplex).project(raw)
-        mask = capture.support.mask(0, queries) & capture.real_rows[..., None]
+        posed = problem(capture)
+        basis = posed.simplex_basis if self.simplex else posed.basis
+        effective = torch.where(posed.finite[..., None, None], basis.project(raw), torch.nan)
+        mask = capture.support.mask() & capture.real_rows[..., None]
         mask = mask[:, list(chosen)] if masks > 1 else mask
         index = list(chosen)
         self._maps.append(

@@ -10,11 +10,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attnlens.algebra.closed_forms import NullSpaceSums, RowSums, null_space_sums, pearson
-from attnlens.algebra.factors import default_rtol
-from attnlens.algebra.streaming import kernel_whitening, recomputed_context, streamed_rows
+from attnlens.algebra.closed_forms import HeadSums, pearson
+from attnlens.algebra.null_space import NullSpace, null_space
+from attnlens.algebra.problem import Problem, problem
 from attnlens.capture import Capture
 from attnlens.errors import AttnLensWarning, InputError
+from attnlens.kernels.ranks import require_rtol
 from attnlens.observer import SumObserver, Sums, stack_heads
 from attnlens.results import LayeredResult
 from attnlens.saving import storable
@@ -94,7 +95,8 @@ class HeadStatistics(SumObserver):
         layers: layer indices to look at; None looks at all.
         fields: `"all"`, or `"null_space"` for what needs no pass over the attention logits:
             tokens, rank, nullities, condition, `‖A⊥‖_F` and output norm. The rest is then NaN.
-        rtol: relative threshold for the numerical rank; by default `max(n, D) · eps(float32)`.
+        rtol: relative threshold for the numerical rank, in `[1e-7, 1)`; by default
+            `max(n, D) · eps(float32)`, n the number of real keys.
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
@@ -111,7 +113,7 @@ class HeadStatistics(SumObserver):
         if fields not in ("all", "null_space"):
             raise InputError(f'fields must be "all" or "null_space". Got {fields!r}.')
         self.fields = fields
-        self.rtol = rtol
+        self.rtol = require_rtol(rtol)
 
     def update(self, capture: Capture) -> None:
         """Add the examples of one attention call.
@@ -119,20 +121,9 @@ class HeadStatistics(SumObserver):
         Args:
             capture: the call.
         """
-        *_, keys, width = capture.shape
-        rtol = default_rtol(keys, width) if self.rtol is None else self.rtol
-        output = capture.output_projection
-        if capture.exact_context:
-            context = capture.reached_context()
-            rows = streamed_rows(capture) if self.fields == "all" else None
-            space, whitening = capture.reached_values(grouped=True), kernel_whitening(capture, rtol)
-        else:
-            context, rows, whitening = recomputed_context(capture, self.fields == "all", rtol)
-            space = capture.reached_values(grouped=whitening is None)
-        root = output.root if output is not None and capture.value_factor is None else None
-        active = capture.real_rows.expand(*context.shape[:3])
-        null_space = null_space_sums(space, context, capture.support, rtol, root, active, whitening)
-        self.add((capture.stack, capture.layer), _sums(capture, null_space, rows, active))
+        posed = problem(capture, self.rtol)
+        space, sums = null_space(posed, self.fields == "all")
+        self.add((capture.stack, capture.layer), _sums(capture, posed, space, sums))
 
     def compute(self) -> HeadStatisticsResult:
         """Average over everything seen.
@@ -163,51 +154,73 @@ class HeadStatistics(SumObserver):
             )
 
 
-def _sums(capture: Capture, space: NullSpaceSums, rows: RowSums | None, active: Tensor) -> Sums:
+def _sums(capture: Capture, posed: Problem, space: NullSpace, sums: HeadSums | None) -> Sums:
     """Per-head sums over the examples of one call that are real and finite, each `[H]`."""
-    batch, heads = space.rank.shape
-    size = capture.support.sizes().expand(*active.shape)
-    entries = (size * active).sum(-1).double()
-    tokens = capture.support.tokens.double().expand(batch, heads)
-    finite = space.finite > 0
+    shape = space.rank.shape
     quantities = {
-        "tokens": tokens,
+        "tokens": capture.support.tokens.double().expand(shape),
         "rank": space.rank,
         "nullity": space.nullity,
         "simplex_nullity": space.simplex_nullity,
-        "condition": space.condition,
+        "condition": posed.condition.nan_to_num(0.0),
+        "conditioned": posed.condition.isfinite().double(),
         "effective_norm": space.effective_square.clamp(min=0).sqrt(),
         "output_norm": space.output_square.clamp(min=0).sqrt(),
     }
-    if rows is not None:
-        total, square, entropy = (torch.where(active, part, 0.0).sum(-1) for part in rows)
-        finite = finite & torch.isfinite(square) & torch.isfinite(entropy)
-        pooled = {
-            "entries": entries,
-            "total": total,
-            "square": square,
-            "effective_total": space.effective_total,
-            "effective_square": space.effective_square,
-        }
-        correlation = pearson(*pooled.values())
-        quantities |= pooled
+    if sums is not None:
+        quantities |= _pooled(sums)
+        correlation = _correlation(quantities)
         quantities |= {
-            "attention_norm": square.sqrt(),
-            "effective_fraction": (space.effective_square / square).clamp(max=1),
-            "entropy": entropy / active.sum(-1).clamp(min=1),
+            "attention_norm": sums.square.sqrt(),
+            "effective_fraction": (sums.effective_square / sums.square).clamp(max=1),
+            "entropy": sums.entropy / posed.active.sum(-1).clamp(min=1),
             "correlation": correlation.nan_to_num(0.0),
-            "correlated": torch.isfinite(correlation).double(),
+            "correlated": correlation.isfinite().double(),
         }
-    counted = finite & (entries > 0)
-    sums = {name: torch.where(counted, q, 0.0).sum(0) for name, q in quantities.items()}
+    finite = space.finite > 0
+    counted = finite & posed.active.any(-1)
     known = torch.full((1,), float(capture.output_projection is not None), dtype=torch.float64)
-    return sums | {
+    return {name: torch.where(counted, q, 0.0).sum(0) for name, q in quantities.items()} | {
         "examples": counted.sum(0).double(),
         "skipped": (~finite).sum(0).double(),
         "nullity_min": torch.where(counted, space.nullity_min, torch.inf).amin(0),
         "nullity_max": torch.where(counted, space.nullity_max, -torch.inf).amax(0),
         "has_projection_min": known,
     }
+
+
+def _pooled(sums: HeadSums) -> Sums:
+    """What a correlation over the entries of all examples is made of; it adds up."""
+    entries = sums.entries.clamp(min=1)
+    total, effective = sums.total, sums.effective_total
+    return {
+        "entries": sums.entries,
+        "total": total,
+        "effective_total": effective,
+        "centred": sums.centred,
+        "effective_centred": sums.effective_centred,
+        "covariance": sums.covariance,
+        "mean_square": total.square() / entries,
+        "effective_mean_square": effective.square() / entries,
+        "mean_product": total * effective / entries,
+        "resolution": sums.resolution,
+        "effective_resolution": sums.effective_resolution,
+    }
+
+
+def _correlation(pooled: Sums) -> Tensor:
+    """Pearson's r over all entries that were added up, NaN where A or A⊥ is constant."""
+    entries = pooled["entries"].clamp(min=1)
+    total, effective = pooled["total"], pooled["effective_total"]
+    # between the examples; of one alone it is zero
+    centred = pooled["centred"] + (pooled["mean_square"] - total.square() / entries)
+    effective_centred = pooled["effective_centred"] + (
+        pooled["effective_mean_square"] - effective.square() / entries
+    )
+    covariance = pooled["covariance"] + (pooled["mean_product"] - total * effective / entries)
+    varies = centred > pooled["resolution"]
+    varies &= effective_centred > pooled["effective_resolution"]
+    return torch.where(varies, pearson(centred, effective_centred, covariance), torch.nan)
 
 
 def _averages(sums: Sums) -> Sums:
@@ -224,20 +237,18 @@ def _averages(sums: Sums) -> Sums:
         "rank",
         "nullity",
         "simplex_nullity",
-        "condition",
         "attention_norm",
         "effective_norm",
         "effective_fraction",
         "entropy",
         "output_norm",
     )
-    names = ("entries", "total", "square", "effective_total", "effective_square")
-    pooled = pearson(*(sums[name] for name in names)) if "entries" in sums else missing
     return {name: mean(name) for name in averaged} | {
         "examples": examples,
         "skipped": sums["skipped"],
         "nullity_min": torch.where(seen, sums["nullity_min"], torch.nan),
         "nullity_max": torch.where(seen, sums["nullity_max"], torch.nan),
+        "condition": mean("condition", sums["conditioned"]),
         "correlation": mean("correlation", sums.get("correlated", examples)),
-        "pooled_correlation": pooled,
+        "pooled_correlation": _correlation(sums) if "entries" in sums else missing,
     }

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnlens.algebra.moments import check_heads, output_values, value_moments, visibility
+from attnlens.algebra.factors import SharedFactor, condition
+from attnlens.algebra.problem import Problem, plain_problem
+from attnlens.algebra.rowwise import RowFactor
+from attnlens.algebra.values import repeated
+from attnlens.errors import InputError
+from attnlens.kernels.ranks import rank_threshold
 from attnlens.saving import storable
 
 
@@ -20,7 +25,7 @@ def simplex_dimension(
 ) -> Tensor:
     """Count the dimensions of the row-stochastic matrices A' with A'T = AT.
 
-    Each of the ``queries`` rows may move in the left null space of [T, 1], for A > 0.
+    Each of the `queries` rows may move in the left null space of [T, 1], for A > 0.
 
     Args:
         tokens: Number of keys n that a row may attend to.
@@ -28,7 +33,7 @@ def simplex_dimension(
         queries: Number of rows; n unless given.
 
     Returns:
-        ``queries · (n − rank([T, 1]))`` as an int64 tensor, at least 0.
+        `queries · (n − rank([T, 1]))` as an int64 tensor, at least 0.
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1.
@@ -47,7 +52,7 @@ def softmax_dimension(
 ) -> Tensor:
     """Count the dimensions of the matrices softmax(Q'K'ᵀ·s) with the same head output as A.
 
-    Logits modulo a constant per row are the matrices with ``queries`` rows and n − 1 columns whose
+    Logits modulo a constant per row are the matrices with `queries` rows and n − 1 columns whose
     rank is at most r = min(R, n − 1, queries): a variety of dimension r·(queries + n − 1 − r). The
     output of a row imposes min(D, n − 1) conditions. At a generic point the conditions are
     independent while there are dimensions left, so the difference is the dimension of the family.
@@ -103,8 +108,9 @@ def softmax_threshold(query_width: int, value_width: int) -> int | None:
 class Identifiability:
     """Ranks and dimensions that decide whether attention can be read off a head's output.
 
-    ``tokens``, ``rank``, ``nullity``, ``simplex_nullity``, ``condition`` and ``rtol`` are [B, H]
-    when all rows see the same keys, and [B, H, Q] under a mask that varies by row.
+    `tokens`, `rank`, `nullity`, `simplex_nullity`, `condition` and `rtol` are `[B, H]` when all
+    rows see the same keys, and `[B, H, Q]` under a mask that varies by row, where rows that do not
+    count have no tokens.
 
     Attributes:
         tokens: Number n of keys attended to.
@@ -118,7 +124,7 @@ class Identifiability:
             logits are not products of queries and keys.
         query_width: Width of queries and keys, or None.
         value_width: Head dimension D.
-        rtol: Singular values up to ``rtol`` times the largest counted as zero.
+        rtol: Singular values up to `rtol` times the largest counted as zero.
     """
 
     tokens: Tensor
@@ -205,84 +211,118 @@ def identifiability(
     both sides.
 
     Args:
-        query: Queries, [B, H, Q, R].
-        key: Keys, [B, H, K, R], grouped-query heads repeated.
-        value: Values as multiplied by the attention, [B, H, K, D].
-        mask: Boolean, True = may attend, broadcastable to [B, H, Q, K].
-        projection: Output projection per head, [H, D, M]; None if unknown or of full rank.
-        rtol: Relative tolerance of the numerical rank, in [1e-7, 1); by default
-            max(n, D) · eps(float32).
-        cross: Queries and keys are different tokens, even where there are as many.
+        query: `[B, H, Q, R]`.
+        key: `[B, H, K, R]`, grouped heads repeated.
+        value: `[B, H, K, D]`, as multiplied by the attention.
+        mask: bool, True = may attend, broadcastable to `[B, H, Q, K]`.
+        projection: `[H, D, M]` output projection per head; None takes T = V.
+        rtol: relative threshold for the numerical rank, in `[1e-7, 1)`; by default
+            `max(n, D) · eps(float32)`.
+        cross: whether queries and keys are different tokens, even where there are as many.
 
     Returns:
         Ranks, dimensions and verdicts.
+
+    Raises:
+        InputError: if shapes, types or the threshold do not fit.
+        NonFiniteError: if a value that is attended to, or the projection, is not finite.
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1. The threshold
         for row-stochastic matrices is n > D + 1, one more than stated there.
+
+    Example:
+        >>> query = torch.zeros(1, 1, 4, 2)
+        >>> value = torch.tensor([[[[0.0], [1.0], [2.0], [4.0]]]])  # n = 4 > D + 1 = 2
+        >>> identifiability(query, query, value).simplex_nullity
+        tensor([[2]])
     """
     check_heads(query, key, value)
-    return identifiability_of_values(
-        value,
-        query,
-        query_width=query.shape[-1],
-        mask=mask,
-        projection=projection,
-        rtol=rtol,
-        cross=cross,
+    posed = plain_problem(
+        value, query.shape[2], mask=mask, projection=projection, rtol=rtol, cross=cross
     )
+    return identifiability_of(posed, query.shape[-1])
 
 
-@torch.no_grad()
-def identifiability_of_values(
-    value: Tensor,
-    rows: Tensor,
-    *,
-    query_width: int | None,
-    mask: Tensor | None = None,
-    projection: Tensor | None = None,
-    rtol: float | None = None,
-    cross: bool = False,
-) -> Identifiability:
-    """Decide as :func:`identifiability` does, without queries and keys.
+def identifiability_of(problem: Problem, query_width: int | None) -> Identifiability:
+    """Decide as :func:`identifiability` does.
 
     Args:
-        value: Values as multiplied by the attention, [B, H, K, D].
-        rows: Anything with one entry per query, [B, H, Q, ·].
-        query_width: Width R of queries and keys; None if logits are not products of such, and
+        problem: the call; queries and keys are not needed.
+        query_width: width R of queries and keys; None if logits are not products of such, and
             only row-stochastic alternatives are to be counted.
-        mask: Boolean, True = may attend, broadcastable to [B, H, Q, K].
-        projection: Output projection per head, [H, D, M]; None if unknown or of full rank.
-        rtol: Relative tolerance of the numerical rank, in [1e-7, 1).
-        cross: Queries and keys are different tokens, even where there are as many.
 
     Returns:
         Ranks, dimensions and verdicts.
     """
-    groups, counted = visibility(mask, rows, value, cross=cross)
-    moments = value_moments(output_values(value, groups, projection), groups, rtol)
-    tokens, rank, rank_with_ones = moments.tokens, moments.rank, moments.rank_with_ones
-    per_row = {
-        "tokens": tokens,
-        "rank": rank,
-        "nullity": tokens - rank,
-        "simplex_nullity": tokens - rank_with_ones,
-        "condition": moments.condition,
-        "rtol": moments.rtol,
-    }
-    dimension = simplex_dimension(tokens, rank_with_ones, queries=1)
+    factor, heads = problem.factor, problem.heads
     softmax = None
-    if groups.shape[-2] == 1:
-        per_row = {name: entry.squeeze(-1) for name, entry in per_row.items()}
+    if isinstance(factor, SharedFactor):
+        tokens, rank, simplex_rank, threshold = (
+            repeated(part, heads)
+            for part in (factor.tokens, factor.rank, factor.simplex_rank, factor.threshold)
+        )
+        spread = problem.condition
+        queries = problem.active.sum(-1)
+        dimension = simplex_dimension(tokens, simplex_rank, queries=queries)
         if query_width is not None:
-            contrasts = rank_with_ones.squeeze(-1) - 1
-            softmax = softmax_dimension(
-                per_row["tokens"], query_width, contrasts, queries=counted.sum(-1)
-            )
+            contrasts = (simplex_rank - 1).clamp(min=0)
+            softmax = softmax_dimension(tokens, query_width, contrasts, queries=queries)
+    else:
+        tokens, rank, simplex_rank, spread = _of_rows(problem, factor)
+        threshold = rank_threshold(tokens, problem.values.shape[-1], problem.rtol)
+        dimension = simplex_dimension(tokens, simplex_rank, queries=1).sum(-1)
     return Identifiability(
-        **per_row,
-        simplex_dimension=(dimension * counted).sum(-1),
+        tokens=tokens,
+        rank=rank,
+        nullity=tokens - rank,
+        simplex_nullity=tokens - simplex_rank,
+        condition=spread,
+        simplex_dimension=dimension,
         softmax_dimension=softmax,
         query_width=query_width,
-        value_width=value.shape[-1],
+        value_width=problem.values.shape[-1],
+        rtol=threshold,
     )
+
+
+def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse tensors that are not one attention call with repeated key and value heads.
+
+    Args:
+        query: `[B, H, Q, R]`.
+        key: `[B, H, K, R]`.
+        value: `[B, H, K, D]`.
+
+    Raises:
+        InputError: if the shapes do not fit together.
+    """
+    shapes = [list(tensor.shape) for tensor in (query, key, value)]
+    fits = (
+        all(len(shape) == 4 for shape in shapes)
+        and shapes[0][:2] == shapes[1][:2] == shapes[2][:2]
+        and shapes[1][2] == shapes[2][2]
+        and shapes[0][3] == shapes[1][3]
+    )
+    if not fits:
+        raise InputError(
+            "query, key and value must be [B, H, Q, R], [B, H, K, R] and [B, H, K, D]; repeat "
+            f"grouped key and value heads first. Got {shapes[0]}, {shapes[1]} and {shapes[2]}."
+        )
+
+
+def _of_rows(problem: Problem, factor: RowFactor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, rank of T and of `[T, 1]`, and condition of every row that counts, `[B, H, Q]`."""
+    rank = torch.zeros_like(problem.sizes)
+    simplex_rank, spread = torch.zeros_like(rank), torch.full(rank.shape, torch.nan).double()
+    spread = spread.to(rank.device)
+    for chunk in factor.groups():
+        chunk.scatter(rank, chunk.per_row(chunk.whitening.rank))
+        chunk.scatter(simplex_rank, chunk.per_row(chunk.simplex_rank))
+        gram = chunk.gram[:, None]
+        if problem.root is not None:
+            root = problem.root.unflatten(0, (-1, chunk.shared))[chunk.heads][:, :, None]
+            gram = root.mT @ gram @ root  # [h, g, n, D, D]
+        ratio = condition(torch.linalg.eigvalsh(gram), chunk.whitening.rank[:, None])
+        chunk.scatter(spread, ratio[:, :, chunk.group])
+    return problem.sizes, rank, simplex_rank, spread

@@ -9,12 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnlens.algebra.problem import Problem, problem
 from attnlens.algebra.softmax import attention_weights
+from attnlens.algebra.values import require_finite_reach, require_squares
 from attnlens.capture import Capture
 from attnlens.errors import CaptureError
-from attnlens.identifiability import dimensions, witnesses
-from attnlens.identifiability.dimensions import Identifiability
-from attnlens.identifiability.witnesses import RealisabilityRank, SimplexWitness, SoftmaxWitness
+from attnlens.identifiability.dimensions import Identifiability, identifiability_of
+from attnlens.identifiability.witnesses import (
+    RealisabilityRank,
+    SimplexWitness,
+    SoftmaxWitness,
+    realisability_rank_of,
+    simplex_witness_of,
+    softmax_witness_of,
+)
 
 
 def identify(capture: Capture, *, rtol: float | None = None) -> Identifiability:
@@ -40,15 +48,7 @@ def identify(capture: Capture, *, rtol: float | None = None) -> Identifiability:
     width = None
     if capture.query is not None and capture.softcap is None:
         width = capture.query.shape[-1]
-    return dimensions.identifiability_of_values(
-        capture.value,
-        capture.context,
-        query_width=width,
-        mask=_mask(capture),
-        projection=capture.projection,
-        rtol=rtol,
-        cross=capture.kind == "cross",
-    )
+    return identifiability_of(_posed(capture, rtol), width)
 
 
 def simplex_witness(
@@ -68,15 +68,7 @@ def simplex_witness(
         CaptureError: if rows of A do not sum to one because of attention sinks.
     """
     _require_whole_rows(capture)
-    return witnesses.simplex_witness(
-        capture.attention(),
-        capture.value,
-        mask=_mask(capture),
-        projection=capture.projection,
-        rtol=rtol,
-        cross=capture.kind == "cross",
-        generator=generator,
-    )
+    return simplex_witness_of(_posed(capture, rtol), capture.attention(), generator)
 
 
 def softmax_witness(
@@ -92,7 +84,7 @@ def softmax_witness(
     Args:
         capture: the attention call; its mask may hide padding only, its position bias is kept.
         distance: wanted `‖A' − A‖ / ‖A‖`.
-        tolerance: largest accepted `‖A'V − AV‖ / ‖AV‖`.
+        tolerance: largest accepted `‖A'T − AT‖ / ‖AT‖`.
         max_iterations: largest number of steps.
         generator: source of the first direction; a fixed seed by default.
 
@@ -103,14 +95,12 @@ def softmax_witness(
         CaptureError: if A is not a plain softmax of the call's queries and keys.
     """
     query, key = _plain_logits(capture)
-    return witnesses.softmax_witness(
+    return softmax_witness_of(
+        _posed(capture),
         query,
         key,
-        capture.value,
-        mask=_mask(capture),
         bias=capture.bias,
         scaling=capture.scaling,
-        cross=capture.kind == "cross",
         distance=distance,
         tolerance=tolerance,
         max_iterations=max_iterations,
@@ -138,26 +128,26 @@ def realisability_rank(
         CaptureError: if A is not a plain softmax of the call's queries and keys.
     """
     query, key = _plain_logits(capture)
-    mask = _mask(capture)
     # In float64, because small probabilities that vanish in float32 have logits too.
     attention = attention_weights(
-        query.double(), key, scaling=capture.scaling, mask=mask, bias=capture.bias
+        query.double(), key, scaling=capture.scaling, mask=capture.mask, bias=capture.bias
     )
-    return witnesses.realisability_rank(
+    return realisability_rank_of(
+        _posed(capture),
         attention,
-        capture.value,
         query_width=query.shape[-1],
-        mask=mask,
         bias=capture.bias,
         rtol=rtol,
-        cross=capture.kind == "cross",
         generator=generator,
     )
 
 
-def _mask(capture: Capture) -> Tensor:
-    """`[B, G, Q, K]` bool: what real rows may attend to; rows of padding attend to nothing."""
-    return capture.support.mask(0, capture.shape[2]) & capture.real_rows[..., None]
+def _posed(capture: Capture, rtol: float | None = None) -> Problem:
+    """The problem of a call, all of whose values must be finite."""
+    if capture.reach is not None:
+        require_finite_reach(capture.reach)
+    require_squares(capture.value, capture.support.keys)
+    return problem(capture, rtol)
 
 
 def _require_whole_rows(capture: Capture) -> None:

@@ -9,20 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnlens.algebra.moments import (
-    check_finite,
-    check_heads,
-    output_values,
-    value_moments,
-    visibility,
-)
+from attnlens.algebra.factors import SharedFactor
+from attnlens.algebra.problem import Problem, plain_problem
+from attnlens.algebra.values import repeated, require_finite
 from attnlens.errors import InputError
-from attnlens.identifiability.dimensions import softmax_dimension
+from attnlens.identifiability.dimensions import check_heads, identifiability_of
 from attnlens.identifiability.fibre import TINY, Heads, polish, relative_change, walk
+from attnlens.kernels.ranks import rank_threshold
+from attnlens.kernels.torch_gram import selected_rows
 from attnlens.saving import storable
 
 _ROUNDS = 10  # affine-scaling steps, after which a row is near a far vertex
 _BLOCK = 2**24  # float64 numbers held for one block of rows: 128 MiB
+_ROUNDING = 1e-15  # of 1, up to which a row attends to a single key
 _LEAST_MOVE = 0.01  # of the distance asked for, below which a head has not moved
 
 
@@ -50,14 +49,17 @@ class SoftmaxWitness:
     """Other queries and keys of the same width whose attention gives the same output.
 
     Attributes:
-        attention: A' = softmax(Q'K'ᵀ·s) under the mask, float64 [B, H, Q, K]; padded rows zero.
-        query: Q', float64 [B, H, Q, R]; padded rows as given.
-        key: K', float64 [B, H, K, R]; padded rows as given.
-        residual: ‖A'V − AV‖ / ‖AV‖ over the rows that count, [B, H].
-        distance: ‖A' − A‖ / ‖A‖ over the rows that count, [B, H].
-        converged: True where ``residual`` is within tolerance and A moved by at least a hundredth
-            of the distance asked for, bool [B, H]. Sharp heads may stop short: see ``distance``.
-        exists: True where the family of alternatives has positive dimension, bool [B, H].
+        attention: A' = softmax(Q'K'ᵀ·s) under the mask, float64 `[B, H, Q, K]`; padded rows zero.
+        query: Q', float64 `[B, H, Q, R]`; padded rows as given.
+        key: K', float64 `[B, H, K, R]`; padded rows as given.
+        residual: `‖A'T − AT‖ / ‖AT‖` over the rows that count, `[B, H]`; of V where the output
+            projection is not known, or has full rank, which makes no difference.
+        distance: `‖A' − A‖ / ‖A‖` over the rows that count, `[B, H]`.
+        converged: True where `residual` is within tolerance and A moved by at least a hundredth
+            of the distance asked for, bool `[B, H]`. Sharp heads may stop short: see `distance`.
+        exists: True where the family of alternatives has positive dimension, bool `[B, H]`.
+        single: share of the rows that attend to a single key, to rounding; no small change of
+            queries and keys moves them, `[B, H]` in `[0, 1]`.
     """
 
     attention: Tensor
@@ -67,6 +69,35 @@ class SoftmaxWitness:
     distance: Tensor
     converged: Tensor
     exists: Tensor
+    single: Tensor
+
+    def verdict(self, example: int, head: int) -> str:
+        """Say in words what was found for one head, and if nothing, why.
+
+        Args:
+            example: index into B.
+            head: index into H.
+
+        Returns:
+            A sentence.
+        """
+        residual, distance, single = (
+            float(part[example, head]) for part in (self.residual, self.distance, self.single)
+        )
+        if bool(self.converged[example, head]):
+            return f"A' differs from A by {distance:.3g} of ‖A‖, and its output by {residual:.1e}."
+        if not bool(self.exists[example, head]):
+            return "No head of this width has other attention near A with the same output."
+        if single == 1:
+            return (
+                "Every row attends to a single key, to rounding, so no small change of queries and "
+                "keys moves A."
+            )
+        sharp = f" {single:.0%} of its rows attend to a single key." if single else ""
+        return (
+            f"A family exists, but the walk ended {distance:.1e} of ‖A‖ from A with the output off "
+            f"by {residual:.1e}.{sharp}"
+        )
 
 
 @storable()
@@ -76,7 +107,7 @@ class RealisabilityRank:
 
     Attributes:
         rank: Rank of the row-centred log of a simplex witness, [B, H].
-        attention_rank: The same for A itself, at most ``query_width`` if A is a softmax, [B, H].
+        attention_rank: The same for A itself, at most `query_width` if A is a softmax, [B, H].
         query_width: Width R of queries and keys.
     """
 
@@ -124,22 +155,54 @@ def simplex_witness(
     """
     if attention.ndim != 4 or attention.shape[:2] + attention.shape[3:] != value.shape[:3]:
         raise InputError(
-            "attention and value must be [B, H, Q, K] and [B, H, K, D], got "
-            f"{list(attention.shape)} and {list(value.shape)}"
+            "attention and value must be [B, H, Q, K] and [B, H, K, D]. Got "
+            f"{list(attention.shape)} and {list(value.shape)}."
         )
-    groups, rows = visibility(mask, attention, value, cross=cross)
-    values = output_values(value, groups, projection)
-    counted = attention.double().masked_fill(~(groups & rows[..., None]), 0.0)
-    check_finite(attention=counted)
-    moved, free = counted.clone(), torch.zeros_like(rows)
+    posed = plain_problem(
+        value, attention.shape[2], mask=mask, projection=projection, rtol=rtol, cross=cross
+    )
+    return simplex_witness_of(posed, attention, generator)
+
+
+@torch.no_grad()
+def simplex_witness_of(
+    problem: Problem, attention: Tensor, generator: torch.Generator | None = None
+) -> SimplexWitness:
+    """Construct a witness as :func:`simplex_witness` does.
+
+    Args:
+        problem: the call.
+        attention: A, `[B, H, Q, K]`.
+        generator: source of the first direction; a fixed seed by default.
+
+    Returns:
+        A' with its residual and distances; A' = A where none exists.
+    """
+    visible = problem.support.mask() & problem.active[..., None]
+    counted = attention.double().masked_fill(~visible, 0.0)
+    require_finite(counted, "attention")
     generator = torch.Generator().manual_seed(0) if generator is None else generator
-    for block in _row_blocks(attention.shape[2], counted[:, :, 0].numel() * value.shape[-1]):
-        seen = groups if groups.shape[-2] == 1 else groups[..., block, :]
-        basis, freedom = _constraint_basis(values, seen, rtol)
-        free[..., block] = (freedom > 0) & rows[..., block]
-        moved[..., block, :] = _farthest_rows(
-            counted[..., block, :], basis, free[..., block], generator
-        )
+    moved, free = counted.clone(), torch.zeros_like(problem.active)
+    factor = problem.factor
+    if isinstance(factor, SharedFactor):
+        basis = factor.basis(simplex=True).for_heads(problem.heads, torch.float64)
+        free |= (basis.rank < basis.tokens)[..., None] & problem.active
+        columns = basis.basis[:, :, None]
+        for some in _row_blocks(attention.shape[2], counted[:, :, 0].numel() * columns.shape[-1]):
+            moved[:, :, some] = _farthest_rows(
+                counted[:, :, some], columns, free[:, :, some], generator
+            )
+    else:
+        for chunk in factor.groups():
+            roomy = chunk.per_row(chunk.simplex_rank < chunk.sizes)
+            chunk.scatter(free, roomy)
+            rows = chunk.take(counted[..., chunk.span])  # [h, g, r, k]
+            columns = chunk.per_row(chunk.simplex_basis())
+            far = _farthest_rows(rows, columns, roomy.expand(rows.shape[:3]), generator)
+            chunk.scatter(moved[..., chunk.span], far)
+    values = repeated(
+        selected_rows(problem.values, problem.support.keys, torch.float64), problem.heads
+    )
     change = moved - counted
     return SimplexWitness(
         attention=attention.double() + change,
@@ -170,33 +233,72 @@ def realisability_rank(
     :func:`softmax_witness` constructs some that can.
 
     Args:
-        attention: Attention probabilities A, [B, H, Q, K].
-        value: Values V, [B, H, K, D].
-        query_width: Width R of queries and keys.
-        mask: Boolean padding mask, True = may attend, broadcastable to [B, H, Q, K].
-        bias: Position bias added to the logits, broadcastable to [B, H, Q, K]; it is held fixed.
-        rtol: Singular values up to ``rtol`` times the largest count as zero; by default
-            max(n, R) · eps(float32).
-        cross: Queries and keys are different tokens, even where there are as many.
-        generator: Source of the witness's direction; a fixed seed by default.
+        attention: A, `[B, H, Q, K]`.
+        value: `[B, H, K, D]`.
+        query_width: width R of queries and keys.
+        mask: bool padding mask, True = may attend, broadcastable to `[B, H, Q, K]`.
+        bias: position bias added to the logits, broadcastable to `[B, H, Q, K]`; it is held fixed.
+        rtol: singular values up to `rtol` times the largest count as zero; by default
+            `max(n, R) · eps(float32)`.
+        cross: whether queries and keys are different tokens, even where there are as many.
+        generator: source of the witness's direction; a fixed seed by default.
 
     Returns:
         Ranks of the witness and of A.
 
+    Raises:
+        InputError: if shapes do not fit together, or the mask varies by row.
+
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1 and its
         public reviews.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> query, key, value = torch.randn(3, 1, 1, 9, 2, generator=generator).double()
+        >>> attention = torch.softmax(query @ key.mT, -1)
+        >>> found = realisability_rank(attention, value, query_width=2)
+        >>> found.attention_rank.item(), found.rank.item() > 2
+        (2, True)
     """
-    groups, rows = visibility(mask, attention, value, cross=cross)
-    _require_shared_keys(groups)
-    witness = simplex_witness(attention, value, mask=mask, cross=cross, generator=generator)
-    visible = groups & rows[..., None]
+    posed = plain_problem(value, attention.shape[2], mask=mask, cross=cross)
+    return realisability_rank_of(
+        posed, attention, query_width=query_width, bias=bias, rtol=rtol, generator=generator
+    )
+
+
+@torch.no_grad()
+def realisability_rank_of(
+    problem: Problem,
+    attention: Tensor,
+    *,
+    query_width: int,
+    bias: Tensor | None = None,
+    rtol: float | None = None,
+    generator: torch.Generator | None = None,
+) -> RealisabilityRank:
+    """Compare as :func:`realisability_rank` does.
+
+    Args:
+        problem: the call.
+        attention: A, `[B, H, Q, K]`.
+        query_width: width R of queries and keys.
+        bias: position bias added to the logits, broadcastable to `[B, H, Q, K]`.
+        rtol: singular values up to `rtol` times the largest count as zero.
+        generator: source of the witness's direction; a fixed seed by default.
+
+    Returns:
+        Ranks of the witness and of A.
+    """
+    _require_shared_keys(problem)
+    witness = simplex_witness_of(problem, attention, generator)
+    visible = problem.support.mask() & problem.active[..., None]
     original = attention.double()
     halfway = (original + witness.attention) / 2
-    tolerance = groups.sum((-1, -2)).clamp_min(query_width) * torch.finfo(torch.float32).eps
-    cut = tolerance if rtol is None else torch.full_like(tolerance, rtol)
+    tokens = problem.support.tokens.expand(original.shape[:2])
+    cut = rank_threshold(tokens, query_width, rtol)
     rank, attention_rank = (
-        torch.linalg.matrix_rank(_centred_logits(matrix, bias, visible), rtol=cut.double())
+        torch.linalg.matrix_rank(_centred_logits(matrix, bias, visible), rtol=cut)
         for matrix in (halfway, original)
     )
     return RealisabilityRank(rank, attention_rank, query_width)
@@ -210,6 +312,7 @@ def softmax_witness(
     *,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    projection: Tensor | None = None,
     scaling: float | None = None,
     cross: bool = False,
     distance: float = 0.1,
@@ -219,78 +322,141 @@ def softmax_witness(
 ) -> SoftmaxWitness:
     """Construct queries and keys of the same width with another A' but the same output.
 
-    Each head walks along its fibre {(Q, K) : softmax(QKᵀ·s)V unchanged}: a step in the null space
+    Each head walks along its fibre {(Q, K) : softmax(QKᵀ·s)T unchanged}: a step in the null space
     of the output's derivative that climbs ‖A' − A‖, then damped Gauss-Newton steps back to the
     fibre. Steps are shortest in the Fisher metric of the rows, token by token, so they are
     orthogonal to every change of (Q, K) that leaves A alone. No Jacobian is formed. Sharp heads
-    have little room (their rows sit near vertices of the simplex) and may stop short.
+    have little room (their rows sit near vertices of the simplex) and may stop short;
+    :meth:`SoftmaxWitness.verdict` says what happened.
 
     Args:
-        query: Queries, [B, H, Q, R].
-        key: Keys, [B, H, K, R], grouped-query heads repeated.
-        value: Values, [B, H, K, D].
-        mask: Boolean padding mask, True = may attend, broadcastable to [B, H, Q, K].
-        bias: Position bias added to the logits, broadcastable to [B, H, Q, K]; it is held fixed.
-        scaling: Factor s of the logits; R^-½ by default.
-        cross: Queries and keys are different tokens, even where there are as many.
-        distance: Wanted ‖A' − A‖ / ‖A‖, reached to a few per cent where there is room.
-        tolerance: Largest accepted ‖A'V − AV‖ / ‖AV‖.
-        max_iterations: Largest number of steps of the walk.
-        generator: Source of the first direction; a fixed seed by default.
+        query: `[B, H, Q, R]`.
+        key: `[B, H, K, R]`, grouped heads repeated.
+        value: `[B, H, K, D]`.
+        mask: bool padding mask, True = may attend, broadcastable to `[B, H, Q, K]`.
+        bias: position bias added to the logits, broadcastable to `[B, H, Q, K]`; it is held fixed.
+        projection: `[H, D, M]` output projection per head, which matters only where its rank is
+            below D: more of A is then free, and the residual is that of `T = V H`.
+        scaling: factor s of the logits; `R^-½` by default.
+        cross: whether queries and keys are different tokens, even where there are as many.
+        distance: wanted `‖A' − A‖ / ‖A‖`, reached to a few per cent where there is room.
+        tolerance: largest accepted `‖A'T − AT‖ / ‖AT‖`.
+        max_iterations: largest number of steps of the walk.
+        generator: source of the first direction; a fixed seed by default.
 
     Returns:
         Q', K' and A' with residual and distance; those given where no witness exists.
 
     Raises:
-        InputError: If shapes do not fit, ``distance`` is not positive or the mask varies by row.
+        InputError: if shapes do not fit, `distance` is not positive or the mask varies by row.
+        NonFiniteError: if a query, key or value that takes part is not finite.
+
+    References:
+        Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1, whose
+        argument covers row-stochastic matrices only.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> query, key, value = torch.randn(3, 1, 1, 8, 3, generator=generator).double()
+        >>> found = softmax_witness(query, key, value)
+        >>> found.converged.item(), found.distance.item() > 0.09
+        (True, True)
     """
     check_heads(query, key, value)
+    posed = plain_problem(value, query.shape[2], mask=mask, projection=projection, cross=cross)
+    return softmax_witness_of(
+        posed,
+        query,
+        key,
+        bias=bias,
+        scaling=scaling,
+        distance=distance,
+        tolerance=tolerance,
+        max_iterations=max_iterations,
+        generator=generator,
+    )
+
+
+@torch.no_grad()
+def softmax_witness_of(
+    problem: Problem,
+    query: Tensor,
+    key: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scaling: float | None = None,
+    distance: float = 0.1,
+    tolerance: float = 1e-10,
+    max_iterations: int = 30,
+    generator: torch.Generator | None = None,
+) -> SoftmaxWitness:
+    """Construct a witness as :func:`softmax_witness` does.
+
+    Args:
+        problem: the call.
+        query: `[B, H, Q, R]`.
+        key: `[B, H, K, R]`, grouped heads repeated.
+        bias: position bias added to the logits, broadcastable to `[B, H, Q, K]`.
+        scaling: factor s of the logits; `R^-½` by default.
+        distance: wanted `‖A' − A‖ / ‖A‖`.
+        tolerance: largest accepted `‖A'T − AT‖ / ‖AT‖`.
+        max_iterations: largest number of steps of the walk.
+        generator: source of the first direction; a fixed seed by default.
+
+    Returns:
+        Q', K' and A' with residual and distance; those given where no witness exists.
+
+    Raises:
+        InputError: if `distance` is not positive or the mask varies by row.
+    """
     if distance <= 0:
-        raise InputError(f"distance must be positive, got {distance}")
-    groups, rows = visibility(mask, query, key, cross=cross)
-    _require_shared_keys(groups)
-    real = torch.cat([rows, groups.squeeze(-2)], dim=-1)[..., None]
+        raise InputError(f"distance must be positive. Got {distance}.")
+    _require_shared_keys(problem)
+    rows, keys = problem.active, problem.support.keys.expand(*query.shape[:2], -1)
+    real = torch.cat([rows, keys], dim=-1)[..., None]
     given = torch.cat([query, key], dim=-2).double()
-    queries, keys = given.masked_fill(~real, 0.0).split([query.shape[-2], key.shape[-2]], dim=-2)
-    check_finite(query=queries, key=keys)
-    values = output_values(value, groups, None)
-    exists = _realisable(values, groups, rows, query.shape[-1])
+    taken = given.masked_fill(~real, 0.0)
+    queries, others = taken[..., : query.shape[-2], :], taken[..., query.shape[-2] :, :]
+    require_finite(queries, "query")
+    require_finite(others, "key")
+    values = repeated(selected_rows(problem.values, keys, torch.float64), problem.heads)
+    found = identifiability_of(problem, query.shape[-1])
+    assert found.softmax_dimension is not None
+    exists = found.softmax_dimension > 0
+    # equal values give every softmax the same output; their rounding must not stand in the way
+    equal = found.tokens - found.simplex_nullity <= 1
+    felt = values.masked_fill(equal[..., None, None], 0.0)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    visible = groups & rows[..., None]
-    tensors = [queries, keys, values, visible]
+    visible = keys[..., None, :] & rows[..., None]
+    tensors = [queries, others, felt, visible]
     if bias is not None:
         tensors.append(bias.double().expand_as(visible))
     origin = Heads(*(tensor.flatten(0, 1) for tensor in tensors), scale=scale)
     attention = origin.attention.view_as(visible)
-    far = simplex_witness(attention, values, mask=mask, cross=cross, generator=generator)
+    far = simplex_witness_of(problem, attention, generator)
     moving = exists.flatten().nonzero().squeeze(-1)
     part, start = origin.take(moving), far.attention.flatten(0, 1)[moving]
     walked = walk(part, start - part.attention, distance, max_iterations)
     point = origin.point.index_copy(0, moving, polish(part, walked, tolerance))
-    found = origin.at(point)
-    moved = relative_change(found.attention - origin.attention, origin.attention).view_as(exists)
-    residual = found.miss(origin).view_as(exists)
+    new_attention = origin.at(point).attention.view_as(visible)
+    moved = relative_change(new_attention - attention, attention)
+    residual = relative_change((new_attention - attention) @ values, attention @ values)
     new = torch.where(real, point.view_as(given), given)
+    single = (attention.amax(-1) >= 1 - _ROUNDING) & rows
     return SoftmaxWitness(
-        attention=found.attention.view_as(visible),
+        attention=new_attention,
         query=new[..., : query.shape[-2], :],
         key=new[..., query.shape[-2] :, :],
         residual=residual,
         distance=moved,
         converged=exists & (residual <= tolerance) & (moved >= _LEAST_MOVE * distance),
         exists=exists,
+        single=single.sum(-1) / rows.sum(-1).clamp(min=1),
     )
 
 
-def _realisable(values: Tensor, groups: Tensor, rows: Tensor, width: int) -> Tensor:
-    """Return where heads of this width have a family of alternatives, bool [B, H]."""
-    moments = value_moments(values, groups, None)
-    tokens, contrasts = moments.tokens.squeeze(-1), moments.rank_with_ones.squeeze(-1) - 1
-    return softmax_dimension(tokens, width, contrasts, queries=rows.sum(-1)) > 0
-
-
-def _require_shared_keys(groups: Tensor) -> None:
-    if groups.shape[-2] != 1:
+def _require_shared_keys(problem: Problem) -> None:
+    if not problem.support.shared:
         raise InputError(
             "the mask varies by row (causal, window or packed); only padding masks are supported "
             "here. simplex_witness and identifiability accept any mask"
@@ -310,25 +476,6 @@ def _centred_logits(attention: Tensor, bias: Tensor | None, visible: Tensor) -> 
 def _row_blocks(queries: int, numbers_per_row: int) -> list[slice]:
     size = max(1, _BLOCK // max(1, numbers_per_row))
     return [slice(first, first + size) for first in range(0, queries, size)]
-
-
-def _constraint_basis(values: Tensor, groups: Tensor, rtol: float | None) -> tuple[Tensor, Tensor]:
-    """Basis of the columns of [T, 1] on the visible keys, and the freedom left to a row.
-
-    Returns:
-        Basis, [B, H, G, K, D + 1], its last columns zero if the rank is below D + 1, and the
-        dimension of the left null space, [B, H, G].
-    """
-    moments = value_moments(values, groups, rtol)
-    squares, axes = (entry.flip(-1) for entry in torch.linalg.eigh(moments.centred))
-    kept = squares > moments.cut
-    scale = torch.where(kept, squares.clamp_min(TINY).rsqrt(), 0.0)
-    centred = values[:, :, None] - moments.mean[..., None, :]
-    ones = moments.tokens.clamp_min(1).to(values)[..., None, None].rsqrt()
-    basis = torch.cat(
-        [ones.expand(*groups.shape, 1), centred @ (axes * scale[..., None, :])], dim=-1
-    )
-    return basis * groups[..., None], moments.tokens - moments.rank_with_ones
 
 
 def _farthest_rows(
@@ -360,7 +507,7 @@ def _farthest_rows(
 
 
 def _null_step(rows: Tensor, basis: Tensor, uphill: Tensor) -> Tensor:
-    """Return ``uphill`` projected onto {δ : δᵀ·basis = 0} in the metric diag(rows)⁻²."""
+    """Return `uphill` projected onto {δ : δᵀ·basis = 0} in the metric diag(rows)⁻²."""
     weighted = rows * uphill
     columns = torch.linalg.qr(rows[..., None] * basis)[0]
     # Columns for the zero columns of the basis are arbitrary and constrain nothing.

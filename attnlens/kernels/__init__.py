@@ -1,8 +1,8 @@
 """The four inner loops of attnlens, each as a Triton kernel and as its PyTorch twin.
 
-The backend is chosen in this package and nowhere else: every function takes ``backend="auto"``
-(Triton for CUDA tensors where Triton is installed, PyTorch otherwise), ``"torch"`` or
-``"triton"``. Nothing here is differentiable.
+The backend is chosen in this package and nowhere else: every function takes `backend="auto"`
+(Triton for CUDA tensors where Triton is installed, PyTorch otherwise), `"torch"` or
+`"triton"`. Nothing here is differentiable.
 """
 
 from attnlens.kernels.backend import Backend, resolve

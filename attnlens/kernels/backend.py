@@ -25,13 +25,13 @@ def resolve(
     """Choose the backend of one call.
 
     Args:
-        backend: ``"auto"`` takes Triton where it can run and PyTorch elsewhere.
+        backend: `"auto"` takes Triton where it can run and PyTorch elsewhere.
         device: Where the tensors are.
         dtype: Their type; float64 is left to PyTorch.
         width: The largest head dimension or rank; above 128 is left to PyTorch.
 
     Returns:
-        ``"torch"`` or ``"triton"``.
+        `"torch"` or `"triton"`.
 
     Raises:
         InputError: If the name is unknown, or Triton was asked for and cannot run this call.

@@ -54,7 +54,7 @@ def check_device(name: str, tensor: Tensor, like: Tensor) -> None:
 
 
 def head_mask(name: str, mask: Tensor | None, sizes: tuple[int, int, int]) -> Tensor | None:
-    """Check a token mask ``[B, N]`` or ``[B, 1|H, N]``.
+    """Check a token mask `[B, N]` or `[B, 1|H, N]`.
 
     Args:
         name: The argument's name, for the message.
@@ -62,7 +62,7 @@ def head_mask(name: str, mask: Tensor | None, sizes: tuple[int, int, int]) -> Te
         sizes: B, H and N.
 
     Returns:
-        The mask as a view ``[B, H, N]``, or None.
+        The mask as a view `[B, H, N]`, or None.
 
     Raises:
         InputError: If it is not boolean or does not fit.
@@ -83,7 +83,7 @@ def head_mask(name: str, mask: Tensor | None, sizes: tuple[int, int, int]) -> Te
 def broadcastable(
     name: str, tensor: Tensor | None, shape: tuple[int, ...], *, boolean: bool
 ) -> Tensor | None:
-    """Check a mask or bias that must broadcast to ``[B, H, Q, K]`` and give it four dimensions.
+    """Check a mask or bias that must broadcast to `[B, H, Q, K]` and give it four dimensions.
 
     Args:
         name: The argument's name, for the message.

@@ -9,6 +9,7 @@ from torch import Tensor
 from attnlens.errors import InputError
 from attnlens.kernels.backend import Backend, resolve
 from attnlens.kernels.inputs import broadcastable, check_device, check_tensor, head_mask
+from attnlens.kernels.ranks import rank_threshold
 from attnlens.kernels.returned import EffectiveReduction, GramFactor, GramSVD, RowStatistics
 
 
@@ -17,80 +18,68 @@ def gram_factor(
     value: Tensor,
     keys: Tensor | None = None,
     *,
-    ones: bool = False,
-    rtol: float | None = None,
-    extremes: bool = True,
+    threshold: Tensor | None = None,
     backend: Backend = "auto",
 ) -> GramFactor:
-    """Whiten the values of every head: W with W Wᵀ = (VᵀV)⁺, the rank and the extreme σ.
+    """Whiten the values of every head: W with `W Wᵀ = (VᵀV)⁺`, and the rank.
 
     Sums are float64 on both backends. A head whose rank is certainly full is factorised by
-    Cholesky, the others by an eigendecomposition, each for itself. Triton estimates the extreme
-    singular values of the former by power iteration, from inside: σ_max may be too small and
-    σ_min too large by a fraction of a percent. Triton never waits for the device; values that
-    are not finite at real keys come out as NaN, where PyTorch raises.
+    Cholesky, the others by an orthogonal or a spectral decomposition, each for itself. Triton
+    never waits for the device. Heads whose values are not finite at real keys come out as NaN.
 
     Args:
-        value: ``[B, H, K, D]``; rows at masked keys may hold anything.
-        keys: Boolean ``[B, K]`` or ``[B, 1|H, K]``, True = real key.
-        ones: Factorise ``[V, 1]`` instead of V, so that E = D + 1.
-        rtol: σ_k counts towards the rank if σ_k > rtol · σ_1, by default
-            max(n, E) · eps(float32) with n the number of real keys. G cannot resolve
-            σ_k / σ_1 below about 1e-7.
-        extremes: Also give σ_max and σ_min. On a CPU this adds half to the time.
-        backend: ``"auto"``, ``"torch"`` or ``"triton"``.
+        value: `[B, H, K, D]`; rows at masked keys may hold anything.
+        keys: `[B, K]` or `[B, 1 or H, K]` bool, True = real key.
+        threshold: `[B, 1 or H]` float64; σ_k counts towards the rank if σ_k > threshold · σ_1. By
+            default that of :func:`~attnlens.kernels.ranks.rank_threshold`.
+        backend: `"auto"`, `"torch"` or `"triton"`.
 
     Returns:
-        Factor ``[B, H, E, E]``, rank ``[B, H]`` in [0, min(n, E)], σ_max and σ_min ``[B, H]``,
-        Gram matrix and tolerance.
+        Factor, rank, a bound of the condition, Gram matrix and sum of the values of every head.
 
     Raises:
-        InputError: If a shape, a type or the backend does not fit.
-        NonFiniteError: If a value at a real key is NaN or Inf (PyTorch only).
+        InputError: if a shape, a type or the backend does not fit.
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
     """
-    check_tensor("value", value, "B H K D", like=value)
-    batch, heads, tokens, dim = value.shape
-    keys = head_mask("keys", keys, (batch, heads, tokens))
-    if rtol is not None and not 0 < rtol < 1:
-        raise InputError(f"rtol must lie between 0 and 1. Got {rtol}")
-    module = _load("gram", backend, value, dim + ones)
+    keys = _checked_keys(value, keys)
+    if threshold is None:
+        threshold = rank_threshold(keys.sum(-1), value.shape[-1])
+    module = _load("gram", backend, value, value.shape[-1])
     with torch.cuda.device_of(value):
-        return module.gram_factor(value, keys, ones=ones, rtol=rtol, extremes=extremes)
+        factor: GramFactor = module.gram_factor(value, keys, threshold)
+    return factor
 
 
 @torch.no_grad()
 def gram_svd(value: Tensor, keys: Tensor | None = None, *, backend: Backend = "auto") -> GramSVD:
     """Take the singular values and right singular vectors of the values of every head.
 
-    They are the eigenpairs of VᵀV, summed in float64, so that σ_k is right to about
-    1e-8 · σ_1. Triton finds them by cyclic Jacobi rotations of disjoint pairs of columns, and
-    gives NaN for values that are not finite at real keys, where PyTorch raises.
+    They are the eigenpairs of `VᵀV`, summed in float64, so that σ_k is right to about
+    `1e-8 · σ_1`. Triton finds them by cyclic Jacobi rotations of disjoint pairs of columns. Heads
+    whose values are not finite at real keys come out as NaN.
 
     Args:
-        value: ``[B, H, K, D]``; rows at masked keys may hold anything.
-        keys: Boolean ``[B, K]`` or ``[B, 1|H, K]``, True = real key.
-        backend: ``"auto"``, ``"torch"`` or ``"triton"``.
+        value: `[B, H, K, D]`; rows at masked keys may hold anything.
+        keys: `[B, K]` or `[B, 1 or H, K]` bool, True = real key.
+        backend: `"auto"`, `"torch"` or `"triton"`.
 
     Returns:
-        Singular values ``[B, H, D]``, descending, and vectors ``[B, H, D, D]`` in columns.
+        Singular values `[B, H, D]`, descending, and vectors `[B, H, D, D]` in columns.
 
     Raises:
-        InputError: If a shape, a type or the backend does not fit.
-        NonFiniteError: If a value at a real key is NaN or Inf (PyTorch only).
+        InputError: if a shape, a type or the backend does not fit.
 
     References:
         Brent and Luk, "The Solution of Singular-Value and Symmetric Eigenvalue Problems on
         Multiprocessor Arrays", SIAM J. Sci. Stat. Comput. 6 (1985).
     """
-    check_tensor("value", value, "B H K D", like=value)
-    batch, heads, tokens, dim = value.shape
-    keys = head_mask("keys", keys, (batch, heads, tokens))
-    module = _load("gram", backend, value, dim)
+    keys = _checked_keys(value, keys)
+    module = _load("gram", backend, value, value.shape[-1])
     with torch.cuda.device_of(value):
-        return module.gram_svd(value, keys)
+        svd: GramSVD = module.gram_svd(value, keys)
+    return svd
 
 
 @torch.no_grad()
@@ -112,18 +101,19 @@ def row_statistics(
     may hold anything.
 
     Args:
-        query: ``[B, H, Q, D]``.
-        key: ``[B, Hkv, K, D]``, Hkv dividing H.
-        basis: ``[B, Hkv, K, R]``, the vectors u_j of the coordinates; its own Hkv divides H.
-        mask: Boolean, True = may attend, broadcastable to ``[B, H, Q, K]``.
-        bias: Added to the scaled logits, broadcastable to ``[B, H, Q, K]``. Entries below −5e29
+        query: `[B, H, Q, D]`.
+        key: `[B, Hkv, K, D]`, Hkv dividing H.
+        basis: `[B, Hkv, K, R]`, the vectors u_j of the coordinates; its own Hkv divides H.
+        mask: Boolean, True = may attend, broadcastable to `[B, H, Q, K]`.
+        bias: Added to the scaled logits, broadcastable to `[B, H, Q, K]`. Entries below −5e29
             count as masked.
         causal: Key j is hidden from row i < j, beside the mask.
         scaling: Factor of the logits, usually 1 / √D.
-        backend: ``"auto"``, ``"torch"`` or ``"triton"``.
+        backend: `"auto"`, `"torch"` or `"triton"`.
 
     Returns:
-        Log-sum-exp, Σ p², entropy and maximum ``[B, H, Q]``, and coordinates ``[B, H, Q, R]``.
+        Log-sum-exp, centred squares, entropy, maximum and size `[B, H, Q]`, and coordinates
+        `[B, H, Q, R]`.
 
     Raises:
         InputError: If a shape, a type or the backend does not fit.
@@ -173,18 +163,18 @@ def effective_reduce(
     linear in A⊥ and need no tile: (1ᵀC)(Σ_{k in label} u_k).
 
     Args:
-        coordinates: C, ``[B, H, Q, R]``.
-        basis: U, ``[B, H, K, R]``, zero at masked keys.
-        rows: Boolean ``[B, Q]`` or ``[B, 1|H, Q]``, True = count this row; the others may hold
+        coordinates: C, `[B, H, Q, R]`.
+        basis: U, `[B, H, K, R]`, zero at masked keys.
+        rows: Boolean `[B, Q]` or `[B, 1|H, Q]`, True = count this row; the others may hold
             anything and enter as zeros.
-        labels: int64 ``[B, K]`` in [0, number_of_labels), the label of each key.
-        number_of_labels: Needed with ``labels``.
+        labels: int64 `[B, K]` in [0, number_of_labels), the label of each key.
+        number_of_labels: Needed with `labels`.
         top_k: How many entries of largest magnitude to return per head.
-        maps: Return A⊥ itself, ``[B, H, Q, K]``.
-        backend: ``"auto"``, ``"torch"`` or ``"triton"``.
+        maps: Return A⊥ itself, `[B, H, Q, K]`.
+        backend: `"auto"`, `"torch"` or `"triton"`.
 
     Returns:
-        Absolute column sums ``[B, H, K]`` and whatever else was asked for.
+        Absolute column sums `[B, H, K]` and whatever else was asked for.
 
     Raises:
         InputError: If a shape, a type or the backend does not fit.
@@ -223,6 +213,16 @@ def _label_sums(
     column_sums = (basis @ coordinates.sum(-2)[..., None]).squeeze(-1)  # [B, H, K]
     sums = basis.new_zeros((batch, heads, number_of_labels))
     return sums.scatter_add_(-1, labels[:, None].expand(batch, heads, keys), column_sums)
+
+
+def _checked_keys(value: Tensor, keys: Tensor | None) -> Tensor:
+    """Check values and their keys; return the keys `[B, H, K]`, all where there are none."""
+    check_tensor("value", value, "B H K D", like=value)
+    shape = (value.shape[0], value.shape[1], value.shape[2])
+    keys = head_mask("keys", keys, shape)
+    if keys is None:
+        return torch.ones((), dtype=torch.bool, device=value.device).expand(shape)
+    return keys
 
 
 def _load(family: str, backend: Backend, tensor: Tensor, width: int) -> ModuleType:

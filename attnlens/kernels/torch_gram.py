@@ -1,117 +1,309 @@
 """Gram matrices of the values, whitened or diagonalised: the PyTorch twin."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from attnlens.errors import NonFiniteError
+from attnlens.kernels.ranks import counts, provably_full
 from attnlens.kernels.returned import GramFactor, GramSVD
 
 # A bound of cond² below which one pass leaves UᵀU right to 1e-8.
-SAFE_CONDITION = 1e8
+SAFE_BOUND = 1e8
+_BLOCK_ELEMENTS = 1 << 19
 
 
-def gram_factor(
-    value: Tensor, keys: Tensor | None, *, ones: bool, rtol: float | None, extremes: bool
-) -> GramFactor:
-    """Return the whitened Gram matrix of every head; see ``attnlens.kernels.gram_factor``."""
-    rows = _real_rows(value, keys, ones)  # [B, H, K, E]
-    gram = rows.mT @ rows
-    tolerance = _rank_tolerance(rows, keys, rtol)
-    whitening, rank, squares, doubtful = _whiten(gram.flatten(0, 1), tolerance.flatten(), extremes)
-    if value.dtype == torch.float64:
-        whitening = _reorthogonalise(rows.flatten(0, 1), whitening)
-    elif len(doubtful):
-        whitening[doubtful] = _reorthogonalise(rows.flatten(0, 1)[doubtful], whitening[doubtful])
-    whitening = whitening.view_as(gram)
-    heads = gram.shape[:2]
-    sigma_max, sigma_min = squares.sqrt().view(2, *heads) if extremes else (None, None)
-    return GramFactor(whitening, rank.view(heads), sigma_max, sigma_min, gram, tolerance)
+class Whitening(NamedTuple):
+    """Factors W with `W Wᵀ = G⁺`, so that `V W` has orthonormal columns.
 
-
-def gram_svd(value: Tensor, keys: Tensor | None) -> GramSVD:
-    """Return the eigenpairs of the Gram matrix of every head; see ``attnlens.kernels.gram_svd``."""
-    rows = _real_rows(value, keys, ones=False)
-    gram = rows.mT @ rows
-    _require_finite(gram)
-    eigenvalues, vectors = torch.linalg.eigh(gram)
-    return GramSVD(eigenvalues.clamp_min(0).sqrt().flip(-1), vectors.flip(-1))
-
-
-def _real_rows(value: Tensor, keys: Tensor | None, ones: bool) -> Tensor:
-    """Return the values in float64, rows at masked keys zeroed whatever they hold: [B, H, K, E]."""
-    batch, heads, tokens, dim = value.shape
-    rows = value.new_empty((batch, heads, tokens, dim + ones), dtype=torch.float64)
-    rows[..., :dim] = value
-    rows[..., dim:] = 1.0
-    return rows if keys is None else rows.masked_fill_(~keys[..., None], 0.0)
-
-
-def _rank_tolerance(rows: Tensor, keys: Tensor | None, rtol: float | None) -> Tensor:
-    """Return the relative tolerance of every head, by default max(n, E) · eps(float32): [B, H]."""
-    batch, heads, tokens, width = rows.shape
-    if rtol is not None:
-        return rows.new_full((batch, heads), rtol)
-    if keys is None:
-        return rows.new_full((batch, heads), max(tokens, width) * torch.finfo(torch.float32).eps)
-    count = keys.sum(-1).expand(batch, heads).to(rows.dtype)
-    return count.clamp_min(width) * torch.finfo(torch.float32).eps
-
-
-def _whiten(gram: Tensor, rtol: Tensor, extremes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return whitening factors [N, E, E], ranks [N], extreme σ² [2, N] and the doubtful heads.
-
-    Cholesky where the rank is certainly full, an eigendecomposition of the other heads only.
-    With W = L⁻ᵀ, ‖V‖_F ‖W‖_F is at least σ_1 / σ_E, so a head below 1 / rtol has full rank by
-    the definition through singular values too.
+    Attributes:
+        factor: `[N, E, R]` float64; columns beyond the rank are zero.
+        rank: `[N]` int64.
+        bound: `[N]` float64, at least the squared condition number of V where its rank was proven
+            to be full, else Inf.
     """
-    width = gram.shape[-1]
-    # σ > rtol · σ_1, but never below what float64 resolves in G.
-    cutoff = rtol.square().clamp_min(width * torch.finfo(torch.float64).eps)
-    factor, info = torch.linalg.cholesky_ex(gram)
-    identity = torch.eye(width, dtype=gram.dtype, device=gram.device).expand_as(gram)
-    whitening = torch.linalg.solve_triangular(factor, identity, upper=False).mT.contiguous()
-    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    condition_bound = trace * whitening.square().sum((-2, -1))  # of cond²
-    certain = (info == 0) & (condition_bound < SAFE_CONDITION) & (condition_bound * cutoff < 1.0)
 
-    rank = torch.full_like(info, width, dtype=torch.int64)
-    squares = gram.new_zeros((2, len(gram)))
-    doubtful = (~certain).nonzero()[:, 0]
-    if len(doubtful):
-        whitening[doubtful], rank[doubtful], squares[:, doubtful] = _whiten_by_eigenvectors(
-            gram[doubtful], cutoff[doubtful]
-        )
-    if extremes and len(doubtful) < len(gram):
-        eigenvalues = torch.linalg.eigvalsh(gram[certain] if len(doubtful) else gram)
-        squares[:, certain] = torch.stack([eigenvalues[:, -1], eigenvalues[:, 0]])
-    return whitening, rank, squares, doubtful
+    factor: Tensor
+    rank: Tensor
+    bound: Tensor
 
 
-def _whiten_by_eigenvectors(gram: Tensor, cutoff: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same from an eigendecomposition, which needs no full rank."""
-    _require_finite(gram)
+def gram_factor(value: Tensor, keys: Tensor, threshold: Tensor) -> GramFactor:
+    """Return the whitened Gram matrix of every head; see `attnlens.kernels.gram_factor`."""
+    gram, total = moments(value, keys)
+    shape = gram.shape[:2]
+    finite = gram.isfinite().flatten(2).all(-1).flatten()
+    flat = gram.flatten(0, 1)
+    spoilt = not bool(finite.all())
+    if spoilt:  # a factorisation must not meet what is not finite
+        flat = torch.where(finite[:, None, None], flat, 0.0)
+    keys = keys.expand(value.shape[:3])
+    found = _whitened(value, flat, keys, threshold.expand(shape).flatten(), finite)
+    factor, bound = found.factor, found.bound
+    if spoilt:
+        factor = torch.where(finite[:, None, None], factor, torch.nan)
+        bound = torch.where(finite, bound, torch.nan)
+    return GramFactor(
+        factor.unflatten(0, shape), found.rank.view(shape), bound.view(shape), gram, total
+    )
+
+
+def gram_svd(value: Tensor, keys: Tensor) -> GramSVD:
+    """Return the eigenpairs of the Gram matrix of every head; see `attnlens.kernels.gram_svd`."""
+    gram, _ = moments(value, keys)
+    finite = gram.isfinite().flatten(2).all(-1)[..., None, None]
+    eigenvalues, vectors = torch.linalg.eigh(torch.where(finite, gram, 0.0))
+    eigenvalues = torch.where(finite[..., 0], eigenvalues, torch.nan)
+    return GramSVD(
+        eigenvalues.clamp_min(0).sqrt().flip(-1), torch.where(finite, vectors.flip(-1), torch.nan)
+    )
+
+
+def moments(value: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the real value rows and their outer products, without a float64 copy of them all.
+
+    Args:
+        value: `[B, H, K, D]`, in any layout and precision.
+        keys: `[B, 1 or H, K]` bool; rows elsewhere may hold anything, NaN included.
+
+    Returns:
+        `Σ v vᵀ`, `[B, H, D, D]` float64, and `Σ v`, `[B, H, D]` float64.
+    """
+    batch, heads, _, width = value.shape
+    gram = value.new_zeros((batch, heads, width, width), dtype=torch.float64)
+    total = value.new_zeros((batch, heads, width), dtype=torch.float64)
+    for some, rows in blocks_of_rows(value):
+        block = selected_rows(value[some, :, rows], keys[some, :, rows], torch.float64)
+        total[some] += block.sum(-2)
+        block = block.flatten(0, 1)
+        gram[some].flatten(0, 1).baddbmm_(block.mT, block)
+    return gram, total
+
+
+def selected_rows(tensor: Tensor, keep: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy rows in one pass, with zeros in place of those that do not count.
+
+    Args:
+        tensor: `[B, H, N, D]`, in any layout.
+        keep: `[B, 1 or H, N]` bool; rows elsewhere may hold anything, NaN included.
+        dtype: of the copy.
+
+    Returns:
+        `[B, H, N, D]`, contiguous.
+    """
+    copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
+    left_out = (~keep.expand(copy.shape[:-1])).flatten().nonzero()[:, 0]
+    if len(left_out):  # by row: a mask that is broadcast along them takes five times as long
+        copy.flatten(0, 2).index_fill_(0, left_out, 0.0)
+    return copy
+
+
+def blocks_of_rows(tensor: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Split `[B, H, N, E]` into examples and rows that stay in the cache while they are used.
+
+    Converting all rows at once costs as much as the sums over them.
+
+    Yields:
+        Slices of the examples and of the rows.
+    """
+    batch, heads, rows, width = tensor.shape
+    size = rows if tensor.is_cuda else max(_BLOCK_ELEMENTS // max(heads * width, 1), 64)
+    count = batch if tensor.is_cuda else max(size // max(rows, 1), 1)
+    for first in range(0, batch, count):
+        for start in range(0, rows, size):
+            yield slice(first, first + count), slice(start, start + size)
+
+
+def whiten(gram: Tensor, threshold: Tensor, trace: Tensor | None = None) -> Whitening:
+    """Factor the Gram matrices that are safely regular; leave the others for another way.
+
+    Args:
+        gram: `[N, E, E]` float64, symmetric positive semidefinite, finite.
+        threshold: `[N]` float64, see :func:`~attnlens.kernels.ranks.rank_threshold`.
+        trace: `[N]`, at least the square to which the threshold is relative; by default tr(G).
+
+    Returns:
+        Factors with R = E, of no use where the bound is Inf.
+    """
+    lower, info = torch.linalg.cholesky_ex(gram)
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1) if trace is None else trace
+    bound = _proven(trace * inverse.square().sum((-2, -1)), info, threshold)
+    return Whitening(inverse.mT, torch.full_like(bound, gram.shape[-1], dtype=torch.int64), bound)
+
+
+def whiten_short(values: Tensor, real: Tensor, threshold: Tensor) -> Whitening:
+    """Factor problems with no more keys than dimensions through their key-by-key Gram matrix.
+
+    For a regular `V Vᵀ` the pseudo-inverse itself is a whitening factor: `V V⁺ = I`, so the basis
+    is the identity on the real keys, and effective attention is attention.
+
+    Args:
+        values: `[N, n, E]` float64, `n ≤ E`, zero at slots without a key.
+        real: `[N, n]` bool, the slots with a key.
+        threshold: `[N]` float64.
+
+    Returns:
+        Factors with R = n, of no use where the bound is Inf.
+    """
+    gram = values @ values.mT
+    padded = gram + torch.diag_embed((~real).to(gram.dtype))
+    lower, info = torch.linalg.cholesky_ex(padded)
+    # not cholesky_inverse, which raises for the whole batch where one problem is singular
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    half = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
+    inverse = (half.mT @ half) * (real[:, :, None] & real[:, None]).to(gram.dtype)
+    traces = (matrix.diagonal(dim1=-2, dim2=-1).sum(-1) for matrix in (gram, inverse))
+    bound = _proven(next(traces) * next(traces), info, threshold)
+    return Whitening(values.mT @ inverse, real.sum(-1), bound)
+
+
+def whiten_spectral(gram: Tensor, threshold: Tensor) -> Whitening:
+    """Factor Gram matrices of any rank by symmetric eigendecomposition.
+
+    Args:
+        gram: `[N, E, E]` float64, symmetric positive semidefinite, finite.
+        threshold: `[N]` float64.
+
+    Returns:
+        Factors with R = E, columns in order of falling singular value, and infinite bounds.
+    """
     eigenvalues, vectors = (part.flip(-1) for part in torch.linalg.eigh(gram))
-    largest = eigenvalues[:, :1].clamp_min(0.0)
-    kept = eigenvalues > largest * cutoff[:, None]
-    whitening = vectors * torch.where(kept, eigenvalues.rsqrt(), 0.0)[:, None, :]
-    smallest = torch.where(kept, eigenvalues, torch.inf).amin(-1)
-    smallest = torch.where(kept.any(-1), smallest, 0.0)
-    return whitening, kept.sum(-1), torch.stack([largest[:, 0], smallest])
+    return _truncated(eigenvalues, vectors, threshold)
 
 
-def _reorthogonalise(rows: Tensor, whitening: Tensor) -> Tensor:
-    """Return the factor after a second pass: eps · cond² in UᵀU becomes eps · cond."""
-    basis = rows @ whitening
+def whiten_orthogonal(values: Tensor, threshold: Tensor) -> Whitening:
+    """Factor values of any rank without squaring their condition number.
+
+    Args:
+        values: `[N, K, E]` float64, finite, zero at masked keys.
+        threshold: `[N]` float64.
+
+    Returns:
+        Factors with R = E, columns in order of falling singular value, and infinite bounds.
+    """
+    sigma, axes = _singular(torch.linalg.qr(values, mode="r").R)[1:]
+    return _truncated(sigma.square(), axes, threshold)
+
+
+def orthogonal_basis(values: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the leading left singular vectors of values, and the factor that gives them.
+
+    Unlike `V W`, which is off by eps · cond, the basis spans the values to rounding.
+
+    Args:
+        values: `[N, K, E]` float64, finite, zero at masked keys.
+        rank: `[N]` int64, how many to keep.
+
+    Returns:
+        `[N, K, E]` and `[N, E, E]` float64, zero beyond the rank.
+    """
+    rotation, triangle = torch.linalg.qr(values)
+    left, sigma, axes = _singular(triangle)
+    kept = (torch.arange(sigma.shape[-1], device=rank.device) < rank[:, None])[:, None]
+    scale = torch.where(kept, 1 / torch.where(kept, sigma[:, None], 1.0), 0.0)
+    return torch.where(kept, rotation @ left, 0.0), axes * scale
+
+
+def _singular(triangle: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Singular triplets of `[N, r, E]`, r ≤ E, padded to E of them: left, sigma, right."""
+    left, sigma, axes = torch.linalg.svd(triangle)
+    missing = triangle.shape[-1] - triangle.shape[-2]
+    pad = torch.nn.functional.pad
+    return pad(left, (0, missing)), pad(sigma, (0, missing)), axes.mT
+
+
+def reorthogonalise(rows: Tensor, factor: Tensor) -> Tensor:
+    """Refine factors by a second Cholesky pass: eps · cond² in UᵀU becomes eps · cond.
+
+    Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm", ETNA 44 (2015).
+
+    Args:
+        rows: `[N, K, E]` float64 values, zero at masked keys.
+        factor: `[N, E, R]` float64, their whitening factors.
+
+    Returns:
+        `[N, E, R]`, so that `rows @ factor` has orthonormal columns to working precision.
+    """
+    basis = rows @ factor
     gram = basis.mT @ basis
-    unused = whitening.eq(0).all(-2)  # columns beyond the rank
-    factor = torch.linalg.cholesky(gram + torch.diag_embed(unused.to(gram.dtype)))
-    return torch.linalg.solve_triangular(factor.mT, whitening, upper=True, left=False)
+    unused = factor.eq(0).all(-2)  # columns beyond the rank
+    lower = torch.linalg.cholesky(gram + torch.diag_embed(unused.to(gram.dtype)))
+    return torch.linalg.solve_triangular(lower.mT, factor, upper=True, left=False)
 
 
-def _require_finite(gram: Tensor) -> None:
-    finite = gram.isfinite().flatten(-2).all(-1)
-    if not finite.all():
-        raise NonFiniteError(
-            f"value holds NaN or Inf at real keys in {int((~finite).sum())} heads; "
-            "mask those keys, or run the model in a precision that does not overflow"
+def _proven(bound: Tensor, info: Tensor, threshold: Tensor) -> Tensor:
+    """The bounds that prove full rank and leave one pass precise; Inf elsewhere."""
+    certain = (info == 0) & (bound < SAFE_BOUND) & provably_full(bound, threshold)
+    return torch.where(certain, bound, torch.inf)
+
+
+def _truncated(squares: Tensor, axes: Tensor, threshold: Tensor) -> Whitening:
+    """Scale the axes that count to unit length, and drop the others."""
+    kept = counts(squares, squares[:, :1], threshold[:, None])
+    scale = torch.where(kept, torch.where(kept, squares, 1.0).rsqrt(), 0.0)
+    bound = torch.full_like(squares[:, 0], torch.inf)
+    return Whitening(axes * scale[:, None], kept.sum(-1), bound)
+
+
+def _whitened(
+    value: Tensor, gram: Tensor, keys: Tensor, threshold: Tensor, finite: Tensor
+) -> Whitening:
+    """Choose the smaller Gram matrix for every head, and an orthogonal way where neither serves.
+
+    Args:
+        value: `[B, H, K, E]`.
+        gram: `[N, E, E]` over the flattened heads, finite.
+        keys: `[B, H, K]` bool.
+        threshold: `[N]`.
+        finite: `[N]` bool; values elsewhere count as zero.
+
+    Returns:
+        Factors with R = E.
+    """
+    width = value.shape[-1]
+    size = keys.sum(-1).flatten()
+    few = size <= width
+    short = few.nonzero()[:, 0]
+    found = whiten(gram, threshold)
+    if len(short):
+        factor, rank, bound = found.factor.contiguous(), found.rank, found.bound
+        count = int(size[short].max())
+        rows, real = _gathered(value, keys, short, count)
+        rows = rows.masked_fill(~finite[short, None, None], 0.0)
+        own = whiten_short(rows, real, threshold[short])
+        factor[short] = torch.nn.functional.pad(own.factor, (0, width - count))
+        rank[short], bound[short] = own.rank, own.bound
+        found = Whitening(factor, rank, bound)
+    wide = value.dtype == torch.float64
+    doubtful = found.bound.isinf().nonzero()[:, 0]
+    if not wide and not len(doubtful):
+        return found
+    factor, rank = found.factor.contiguous(), found.rank
+    if len(doubtful):
+        factor[doubtful], rank[doubtful], _ = whiten_orthogonal(
+            _selected(value, keys, doubtful, finite), threshold[doubtful]
         )
+    refined = torch.arange(len(factor), device=factor.device) if wide else doubtful
+    rows = _selected(value, keys, refined, finite)
+    factor[refined] = reorthogonalise(rows, factor[refined])
+    return Whitening(factor, rank, found.bound)
+
+
+def _selected(value: Tensor, keys: Tensor, heads: Tensor, finite: Tensor) -> Tensor:
+    """Values of some flattened heads, `[N, K, E]` float64, zero at masked keys."""
+    keep = keys.flatten(0, 1)[heads] & finite[heads, None]
+    return selected_rows(value.flatten(0, 1)[heads][None], keep[None], torch.float64)[0]
+
+
+def _gathered(value: Tensor, keys: Tensor, heads: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The real rows of some flattened heads, first ones first: `[N, n, E]` and `[N, n]` bool."""
+    keys = keys.flatten(0, 1)[heads]
+    order = keys.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    real = keys.gather(-1, order)
+    rows = value.flatten(0, 1)[heads[:, None], order].double()
+    return rows.masked_fill_(~real[..., None], 0.0), real

@@ -10,7 +10,7 @@ from attnlens.kernels.tiles import blocks, row_tiles
 def effective_reduce(
     coordinates: Tensor, basis: Tensor, *, top_k: int, maps: bool
 ) -> EffectiveReduction:
-    """Return the reductions of C Uᵀ; see ``attnlens.kernels.effective_reduce``."""
+    """Return the reductions of C Uᵀ; see `attnlens.kernels.effective_reduce`."""
     batch, heads, queries, _ = coordinates.shape
     keys = basis.shape[-2]
     column_sums = coordinates.new_zeros((batch, heads, keys))

@@ -1,5 +1,7 @@
 """Statistics of attention rows, tile by tile: the PyTorch twin."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 
@@ -24,7 +26,7 @@ def row_statistics(
     causal: bool,
     scaling: float,
 ) -> RowStatistics:
-    """Return the statistics tile by tile; see ``attnlens.kernels.row_statistics``."""
+    """Return the statistics tile by tile; see `attnlens.kernels.row_statistics`."""
     batch, heads, queries, _ = query.shape
     if batch > 1 and mask is None and bias is None:  # examples are as good as heads
         query, key = query.flatten(0, 1)[None], key.flatten(0, 1)[None]
@@ -32,14 +34,12 @@ def row_statistics(
         folded = row_statistics(
             query, key, basis, mask=None, bias=None, causal=causal, scaling=scaling
         )
-        found = {
-            name: part[0].unflatten(0, (batch, heads))
-            for name, part in folded._asdict().items()
-            if part is not None
-        }
-        return RowStatistics(**({"coordinates": None} | found))
+        *sums, coordinates = (
+            part if part is None else part[0].unflatten(0, (batch, heads)) for part in folded
+        )
+        return RowStatistics(*sums, coordinates)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    statistics = query.new_zeros((4, batch, heads, queries), dtype=dtype)
+    statistics = query.new_zeros((5, batch, heads, queries), dtype=dtype)
     statistics[0] = MASKED
     coordinates = None
     if basis is not None:
@@ -54,14 +54,12 @@ def row_statistics(
             statistics[:, example],
             None if coordinates is None else coordinates[example],
         )
-    logsumexp, square_sum, entropy, maximum = statistics
-    empty = logsumexp <= MASKED / 2
-    logsumexp.masked_fill_(empty, -torch.inf)
-    for statistic in (square_sum, entropy, maximum):
-        statistic.masked_fill_(empty, 0.0)
+    empty = statistics[0] <= MASKED / 2
+    statistics[1:].masked_fill_(empty, 0.0)
+    statistics[0].masked_fill_(empty, -torch.inf)
     if coordinates is not None:
         coordinates.masked_fill_(empty[..., None], 0.0)
-    return RowStatistics(logsumexp, square_sum, entropy, maximum, coordinates)
+    return RowStatistics(*statistics, coordinates)
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,7 @@ class _AttendedKeys:
     basis: Tensor | None  # [H, K', R]
     mask: Tensor | None  # [1|H, 1|Q, K], None where every row sees all of these keys
     bias: Tensor | None  # [1|H, 1|Q, K]
+    masking_bias: bool  # whether some entries of the bias hide their keys
 
     @classmethod
     def of(
@@ -85,7 +84,7 @@ class _AttendedKeys:
         mask: Tensor | None,
         bias: Tensor | None,
         dtype: torch.dtype,
-    ) -> "_AttendedKeys":
+    ) -> _AttendedKeys:
         """Return the keys of one example, repeated for every query head."""
         positions = torch.arange(key.shape[-2], device=key.device)
         mask, bias = (_of_example(tensor, example) for tensor in (mask, bias))
@@ -106,12 +105,16 @@ class _AttendedKeys:
             return (rows.repeat_interleave(group, 0) if group > 1 else rows).to(dtype)
 
         selected = None if basis is None else select(basis)
-        return cls(positions, columns, select(key), selected, mask, bias)
+        masking = bias is not None and bool((bias <= MASKED / 2).any())
+        return cls(positions, columns, select(key), selected, mask, bias, masking)
 
     def hidden(self, heads: slice, rows: slice, block: slice, causal: bool) -> Tensor | None:
         """Return which keys of a block rows may not attend to, [1|h, 1|q, k], or None."""
         positions = self.positions[block]
         hidden = None if self.mask is None else ~self._of_block(self.mask, heads, rows, block)
+        if self.masking_bias and self.bias is not None:
+            low = self._of_block(self.bias, heads, rows, block) <= MASKED / 2
+            hidden = low if hidden is None else hidden | low
         if causal:
             row_positions = torch.arange(rows.start, rows.stop, device=positions.device)
             future = positions > row_positions[:, None]
@@ -156,7 +159,7 @@ def _fill_example(
     statistics: Tensor,
     coordinates: Tensor | None,
 ) -> None:
-    """Write the statistics [4, H, Q] and the coordinates [H, Q, R] of one example."""
+    """Write the statistics [5, H, Q] and the coordinates [H, Q, R] of one example."""
     heads, queries, _ = query.shape
     count = len(keys.positions)
     buffers = query.new_empty((2, tile_elements(heads, queries, count)))
@@ -182,7 +185,7 @@ def _fill_example(
                 out=scores,
             )
             basis = None if keys.basis is None else keys.basis[group, block]
-            part = _exponential_sums(scores, probabilities, basis)
+            part = _exponential_sums(scores, probabilities, hidden, basis)
             sums = part if sums is None else sums.merged(part)
         if sums is not None:
             statistics[:, group, rows] = sums.statistics()
@@ -195,62 +198,88 @@ class _ExponentialSums:
     """Sums of e = exp(s − m) over keys, m the largest logit of the row so far.
 
     Nothing is lost to the size of the logits, and blocks of keys can be merged: Milakov and
-    Gimelshein, "Online normalizer calculation for softmax", 2018 (arXiv 1805.02867).
+    Gimelshein, "Online normalizer calculation for softmax", 2018 (arXiv 1805.02867). Squares are
+    about the mean, so that nearly uniform rows keep their differences, and are merged as Chan,
+    Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances", 1979.
     """
 
     largest: Tensor  # m, [h, q]
     total: Tensor  # Σ e
-    square: Tensor  # Σ e²
+    size: Tensor  # number of keys n, [h, q] or less
+    centred: Tensor  # Σ (e − mean e)²
     weighted: Tensor  # Σ e (s − m)
     products: Tensor | None  # Σ e u, [h, q, R]
 
-    def merged(self, other: "_ExponentialSums") -> "_ExponentialSums":
+    def merged(self, other: _ExponentialSums) -> _ExponentialSums:
         """Add the sums over other keys."""
         largest = torch.maximum(self.largest, other.largest)
         one, two = self._about(largest), other._about(largest)
+        size = one.size + two.size
+        # (mean − mean')² n n' / (n + n'), which is 0 where one side has no key
+        apart = (one.total * two.size - two.total * one.size).square_()
+        apart /= (one.size * two.size * size).clamp(min=1)
         products = None
         if one.products is not None and two.products is not None:
             products = one.products + two.products
         return _ExponentialSums(
             largest,
             one.total + two.total,
-            one.square + two.square,
+            size,
+            one.centred + two.centred + apart,
             one.weighted + two.weighted,
             products,
         )
 
-    def _about(self, largest: Tensor) -> "_ExponentialSums":
+    def _about(self, largest: Tensor) -> _ExponentialSums:
         """Return the same sums with another m."""
         shift = self.largest - largest
         scale = shift.exp()
         return _ExponentialSums(
             largest,
             self.total * scale,
-            self.square * scale.square(),
+            self.size,
+            self.centred * scale.square(),
             torch.addcmul(self.weighted, self.total, shift) * scale,
             None if self.products is None else self.products * scale[..., None],
         )
 
     def statistics(self) -> Tensor:
-        """Return log-sum-exp, Σ p², entropy and maximum of each row, [4, h, q]."""
+        """Return log-sum-exp, centred squares, entropy, maximum and size, [5, h, q]."""
         logarithm = self.total.log()
         entropy = (logarithm - self.weighted / self.total).clamp_min_(0.0)
-        square_sum = self.square / self.total.square()
-        return torch.stack([self.largest + logarithm, square_sum, entropy, self.total.reciprocal()])
+        centred = self.centred / self.total.square()
+        size = self.size.expand_as(self.total)
+        return torch.stack([
+            self.largest + logarithm,
+            centred,
+            entropy,
+            self.total.reciprocal(),
+            size,
+        ])
 
 
 def _exponential_sums(
-    scores: Tensor, probabilities: Tensor, basis: Tensor | None
+    scores: Tensor, probabilities: Tensor, hidden: Tensor | None, basis: Tensor | None
 ) -> _ExponentialSums:
     """Sum over a block of keys; overwrite both buffers."""
     largest = scores.amax(-1)
     # softmax is faster than exp; the largest e is 1, so e is p over the largest p
     torch.softmax(scores.sub_(largest[..., None]), -1, out=probabilities)
     total = probabilities.amax(-1).reciprocal_()
+    weighted = scores.mul_(probabilities).sum(-1).mul_(total)
+    products = None if basis is None else (probabilities @ basis).mul_(total[..., None])
+    size = total.new_full((), scores.shape[-1])
+    if hidden is not None:
+        size = size - hidden.sum(-1, dtype=total.dtype)
+    centred = probabilities.sub_(size.clamp(min=1).reciprocal()[..., None])
+    if hidden is not None:
+        centred = centred.masked_fill_(hidden, 0.0)
     return _ExponentialSums(
         largest,
         total,
-        torch.linalg.vector_norm(probabilities, dim=-1).mul_(total).square_(),
-        scores.mul_(probabilities).sum(-1).mul_(total),
-        None if basis is None else (probabilities @ basis).mul_(total[..., None]),
+        size,
+        torch.linalg.vector_norm(centred, dim=-1).mul_(total).square_(),
+        weighted,
+        products,
     )

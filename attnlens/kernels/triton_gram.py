@@ -8,6 +8,8 @@ misjudge ranks and need a second orthogonalisation pass for every head, not for 
 
 # mypy: disable-error-code="no-untyped-def"
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,91 +19,64 @@ from attnlens.kernels import torch_gram
 from attnlens.kernels.returned import GramFactor, GramSVD
 from attnlens.kernels.triton_jacobi import descending_place, jacobi
 
-EPSILON32 = tl.constexpr(torch.finfo(torch.float32).eps)
 EPSILON64 = tl.constexpr(torch.finfo(torch.float64).eps)
-SAFE_CONDITION = tl.constexpr(torch_gram.SAFE_CONDITION)
+SAFE_BOUND = tl.constexpr(torch_gram.SAFE_BOUND)
 
-# Two matrix-vector products each. Sets how closely σ_max and σ_min are estimated.
-POWER_ITERATIONS = 32
 # Cyclic Jacobi converges quadratically: 6 to 12 sweeps for up to 128 columns.
 MOST_SWEEPS = 24
 
 
-def gram_factor(
-    value: Tensor, keys: Tensor | None, *, ones: bool, rtol: float | None, extremes: bool
-) -> GramFactor:
-    """Return the factors of one kernel launch; see ``attnlens.kernels.gram_factor``."""
-    batch, heads, tokens, dim = value.shape
-    width = dim + ones
-    matrices = value.new_empty((2, batch, heads, width, width), dtype=torch.float64)
-    scalars = value.new_empty((3, batch, heads), dtype=torch.float64)
+def gram_factor(value: Tensor, keys: Tensor, threshold: Tensor) -> GramFactor:
+    """Return the factors of one kernel launch; see `attnlens.kernels.gram_factor`."""
+    batch, heads, _, dim = value.shape
+    matrices = value.new_empty((2, batch, heads, dim, dim), dtype=torch.float64)
+    total = value.new_empty((batch, heads, dim), dtype=torch.float64)
+    bound = value.new_empty((batch, heads), dtype=torch.float64)
     rank = value.new_empty((batch, heads), dtype=torch.int64)
-    keys = _as_bytes(keys, value)
-    grid = (batch * heads,)
-    gram_factor_kernel[grid](
-        value=value,
-        keys=keys,
+    gram_factor_kernel[(batch * heads,)](
         gram_out=matrices[0],
         whitening_out=matrices[1],
+        total_out=total,
         rank_out=rank,
-        sigma_max_out=scalars[0],
-        sigma_min_out=scalars[1],
-        rtol_out=scalars[2],
-        **_strides(value, keys),
-        heads=heads,
-        tokens=tokens,
-        rtol=-1.0 if rtol is None else rtol,
-        DIM=dim,
-        WIDTH=width,
-        ITERATIONS=POWER_ITERATIONS if extremes else 1,
-        SWEEPS=MOST_SWEEPS,
-        **_blocks(width),
+        bound_out=bound,
+        threshold=threshold.expand(batch, heads).contiguous(),
+        **_arguments(value, keys),
     )
     gram, whitening = matrices
-    sigma_max, sigma_min, tolerance = scalars
-    if not extremes:
-        sigma_max = sigma_min = None
-    return GramFactor(whitening, rank, sigma_max, sigma_min, gram, tolerance)
+    return GramFactor(whitening, rank, bound, gram, total)
 
 
-def gram_svd(value: Tensor, keys: Tensor | None) -> GramSVD:
-    """Return the singular pairs of one kernel launch; see ``attnlens.kernels.gram_svd``."""
-    batch, heads, tokens, dim = value.shape
+def gram_svd(value: Tensor, keys: Tensor) -> GramSVD:
+    """Return the singular pairs of one kernel launch; see `attnlens.kernels.gram_svd`."""
+    batch, heads, _, dim = value.shape
     values = value.new_empty((batch, heads, dim), dtype=torch.float64)
     vectors = value.new_empty((batch, heads, dim, dim), dtype=torch.float64)
-    keys = _as_bytes(keys, value)
-    grid = (batch * heads,)
-    gram_svd_kernel[grid](
-        value=value,
-        keys=keys,
-        values_out=values,
-        vectors_out=vectors,
-        **_strides(value, keys),
-        heads=heads,
-        tokens=tokens,
-        DIM=dim,
-        SWEEPS=MOST_SWEEPS,
-        **_blocks(dim),
+    gram_svd_kernel[(batch * heads,)](
+        values_out=values, vectors_out=vectors, **_arguments(value, keys)
     )
     return GramSVD(values, vectors)
 
 
-def _as_bytes(keys: Tensor | None, value: Tensor) -> Tensor:
-    """Return the key mask [B, H, K] as bytes; without one, a single byte seen everywhere."""
-    if keys is None:
-        return value.new_ones((), dtype=torch.uint8).expand(value.shape[:3])
-    return keys.view(torch.uint8)
-
-
-def _strides(value: Tensor, keys: Tensor) -> dict[str, int]:
+def _arguments(value: Tensor, keys: Tensor) -> dict[str, Any]:
+    """Return what both kernels take: the tensors, their layout, and the sizes of a tile."""
+    _, heads, tokens, dim = value.shape
     names = "value_batch value_head value_token value_dim keys_batch keys_head keys_token"
-    return dict(zip(names.split(), value.stride() + keys.stride(), strict=True))
-
-
-def _blocks(width: int) -> dict[str, int]:
-    """Return tile sizes and warps: 32 float64 elements of the tile per thread at most."""
-    block = max(16, triton.next_power_of_2(width))
-    return {"BLOCK": block, "BLOCK_TOKENS": 32, "num_warps": {16: 2, 32: 4, 64: 8}.get(block, 16)}
+    keys = keys.expand(value.shape[:3]).view(torch.uint8)
+    strides = dict(zip(names.split(), value.stride() + keys.stride(), strict=True))
+    # 32 float64 elements of the tile per thread at most
+    block = max(16, triton.next_power_of_2(dim))
+    return {
+        "value": value,
+        "keys": keys,
+        **strides,
+        "heads": heads,
+        "tokens": tokens,
+        "DIM": dim,
+        "BLOCK": block,
+        "BLOCK_TOKENS": 32,
+        "SWEEPS": MOST_SWEEPS,
+        "num_warps": {16: 2, 32: 4, 64: 8}.get(block, 16),
+    }
 
 
 @triton.jit
@@ -110,10 +85,10 @@ def gram_factor_kernel(
     keys,
     gram_out,
     whitening_out,
+    total_out,
     rank_out,
-    sigma_max_out,
-    sigma_min_out,
-    rtol_out,
+    bound_out,
+    threshold,
     value_batch,
     value_head,
     value_token,
@@ -123,20 +98,17 @@ def gram_factor_kernel(
     keys_token,
     heads,
     tokens,
-    rtol,
     DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    ITERATIONS: tl.constexpr,
     SWEEPS: tl.constexpr,
 ):
-    """Gram matrix, whitening factor, rank and extreme singular values of one head."""
+    """Gram matrix, sum of the values, whitening factor, rank and condition bound of one head."""
     program = tl.program_id(0).to(tl.int64)
     batch, head = program // heads, program % heads
     value += batch * value_batch + head * value_head
     keys += batch * keys_batch + head * keys_head
-    gram, count = stream_gram(
+    gram, total = stream_gram(
         value,
         keys,
         None,
@@ -145,40 +117,35 @@ def gram_factor_kernel(
         keys_token,
         tokens,
         DIM,
-        WIDTH,
         False,
         BLOCK,
         BLOCK_TOKENS,
     )
     index = tl.arange(0, BLOCK)
     row, column = index[:, None], index[None, :]
-    inside = (row < WIDTH) & (column < WIDTH)
-    tile = program * WIDTH * WIDTH + row * WIDTH
+    inside = (row < DIM) & (column < DIM)
+    tile = program * DIM * DIM + row * DIM
     tl.store(gram_out + tile + column, gram, mask=inside)
+    tl.store(total_out + program * DIM + index, total, mask=index < DIM)
 
-    tolerance = tl.maximum(count, WIDTH).to(tl.float64) * EPSILON32
-    if rtol > 0:
-        tolerance = tl.full((), rtol, tl.float64)
-    cutoff = tl.maximum(tolerance * tolerance, WIDTH * EPSILON64)  # of λ / λ_1
+    tolerance = tl.load(threshold + program)
+    cutoff = tolerance * tolerance  # of λ / λ_1
     trace = tl.sum(tl.sum(tl.where(row == column, gram, 0.0), axis=1), axis=0)
 
     spoilt = trace - trace  # NaN if a value is not finite
-    whitening, rank = eliminate(gram, cutoff, WIDTH, BLOCK)
+    whitening, rank = eliminate(gram, cutoff, DIM, BLOCK)
     # ‖V‖_F ‖W‖_F bounds σ_1 / σ_E from above: below 1 / rtol the rank is full by any definition.
-    condition_bound = trace * tl.sum(tl.sum(whitening * whitening, axis=1), axis=0)
-    certain = (condition_bound < SAFE_CONDITION) & (condition_bound * cutoff < 1.0)
-    if (rank == WIDTH) & certain:
-        largest = spectral_norm(gram, BLOCK, ITERATIONS)
-        inverse = spectral_norm(whitening, BLOCK, ITERATIONS)  # of σ_min
-        smallest = 1.0 / (inverse * inverse)
+    bound = trace * tl.sum(tl.sum(whitening * whitening, axis=1), axis=0)
+    certain = (bound < SAFE_BOUND) & (bound * cutoff < 1.0)
+    if (rank == DIM) & certain:
         tl.store(whitening_out + tile + column, whitening + spoilt, mask=inside)
     else:
-        noise = trace * (WIDTH * EPSILON64)  # of the entries of G
-        eigenvalue, vectors = jacobi(gram, 0.0 * trace, noise, WIDTH, BLOCK, SWEEPS)
+        bound = tl.full((), float("inf"), tl.float64)
+        noise = trace * (DIM * EPSILON64)  # of the entries of G
+        eigenvalue, vectors = jacobi(gram, 0.0 * trace, noise, DIM, BLOCK, SWEEPS)
         largest = tl.maximum(tl.max(eigenvalue, axis=0), 0.0)
         kept = eigenvalue > largest * cutoff
         rank = tl.sum(kept.to(tl.int32), axis=0)
-        smallest = tl.min(tl.where(kept, eigenvalue, largest), axis=0)
         scale = tl.where(kept, 1.0 / tl.sqrt(tl.where(kept, eigenvalue, 1.0)), 0.0)
         whitening = vectors * scale[None, :]
         # A second pass over the values: eps · cond² in UᵀU becomes eps · cond.
@@ -191,28 +158,25 @@ def gram_factor_kernel(
             keys_token,
             tokens,
             DIM,
-            WIDTH,
             True,
             BLOCK,
             BLOCK_TOKENS,
         )
         unused = tl.where((row == column) & (kept[None, :] == 0), 1.0, 0.0)
-        correction, _ = eliminate(gram + unused, 0.0 * trace, WIDTH, BLOCK)
+        correction, _ = eliminate(gram + unused, 0.0 * trace, DIM, BLOCK)
         # Through memory: two tiles of 128 × 128 float64 do not fit in shared memory together.
         tl.store(whitening_out + tile + column, whitening, mask=inside)
         tl.debug_barrier()
         place = descending_place(eigenvalue, BLOCK)
-        for start in range(0, WIDTH, BLOCK_TOKENS):
+        for start in range(0, DIM, BLOCK_TOKENS):
             part = start + tl.arange(0, BLOCK_TOKENS)[:, None]
-            rows = whitening_out + program * WIDTH * WIDTH + part * WIDTH
-            within = (part < WIDTH) & (column < WIDTH)
+            rows = whitening_out + program * DIM * DIM + part * DIM
+            within = (part < DIM) & (column < DIM)
             product = tl.dot(tl.load(rows + column, mask=within, other=0.0), correction)
             tl.debug_barrier()
             tl.store(rows + place[None, :], product + spoilt, mask=within)
     tl.store(rank_out + program, rank.to(tl.int64))
-    tl.store(sigma_max_out + program, tl.sqrt(largest) + spoilt)
-    tl.store(sigma_min_out + program, tl.sqrt(smallest) + spoilt)
-    tl.store(rtol_out + program, tolerance)
+    tl.store(bound_out + program, bound + spoilt)
 
 
 @triton.jit
@@ -249,7 +213,6 @@ def gram_svd_kernel(
         keys_token,
         tokens,
         DIM,
-        DIM,
         False,
         BLOCK,
         BLOCK_TOKENS,
@@ -284,18 +247,17 @@ def stream_gram(
     keys_token,
     tokens,
     DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
     WHITEN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """Return Σ v vᵀ over the real keys of one head and their number.
+    """Return Σ v vᵀ and Σ v over the real keys of one head.
 
-    The column after DIM, if any, is all ones. With WHITEN the rows are those of the basis.
+    With WHITEN the rows are those of the basis.
     """
     dims = tl.arange(0, BLOCK)
     gram = tl.zeros((BLOCK, BLOCK), dtype=tl.float64)
-    count = 0
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
     for start in range(0, tokens, BLOCK_TOKENS):
         token = start + tl.arange(0, BLOCK_TOKENS)
         real = tl.load(keys + token * keys_token, mask=token < tokens, other=0) != 0
@@ -304,17 +266,15 @@ def stream_gram(
             mask=real[:, None] & (dims < DIM)[None, :],
             other=0.0,
         ).to(tl.float64)
-        if WIDTH > DIM:
-            rows = tl.where(real[:, None] & (dims == DIM)[None, :], 1.0, rows)
         if WHITEN:
             rows = tl.dot(rows, whitening, out_dtype=tl.float64)
+        total += tl.sum(rows, axis=0)
         gram += tl.dot(tl.trans(rows), rows, out_dtype=tl.float64)
-        count += tl.sum(real.to(tl.int32), axis=0)
-    return gram, count
+    return gram, total
 
 
 @triton.jit
-def eliminate(gram, cutoff, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def eliminate(gram, cutoff, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """Return the whitening factor L⁻ᵀ and the rank by diagonally pivoted Cholesky, in place.
 
     A column waits until it is the pivot. Its rows hold the residual Gram matrix where the row
@@ -324,13 +284,13 @@ def eliminate(gram, cutoff, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """
     index = tl.arange(0, BLOCK)
     row, column = index[:, None], index[None, :]
-    waiting = index < WIDTH
+    waiting = index < DIM
     residual = tl.sum(tl.where(row == column, gram, 0.0), axis=0)
     pivot = tl.max(residual, axis=0)
     least = pivot * cutoff
     rank = 0
     tile = gram
-    while (rank < WIDTH) & (pivot > least):
+    while (rank < DIM) & (pivot > least):
         at = tl.argmax(tl.where(waiting, residual, -1.0), axis=0)
         waiting = waiting & (index != at)
         root = tl.sqrt(pivot)
@@ -344,17 +304,3 @@ def eliminate(gram, cutoff, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
         pivot = tl.max(tl.where(waiting, residual, -1.0), axis=0)
         rank += 1
     return tile, rank
-
-
-@triton.jit
-def spectral_norm(tile, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr):
-    """Return the largest singular value of a tile by power iteration, from below."""
-    vector = tl.sin((tl.arange(0, BLOCK) + 1).to(tl.float32)).to(tl.float64)
-    norm = tl.full((), 0.0, tl.float64)
-    for _ in range(ITERATIONS):
-        image = tl.sum(tile * vector[None, :], axis=1)
-        vector = tl.sum(tile * image[:, None], axis=0)
-        square = tl.sum(vector * vector, axis=0)
-        norm = tl.sqrt(square / tl.sum(image * image, axis=0))
-        vector = vector / tl.sqrt(square)
-    return norm

@@ -13,7 +13,7 @@ def jacobi(gram, shift, least, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SWEEPS:
     The columns of the Cholesky factor of G + shift are rotated in disjoint pairs until all are
     orthogonal; each is then an eigenvector times the root of its eigenvalue. Pivoting leaves the
     columns so nearly orthogonal that half the sweeps do. Columns whose pivot is not above
-    ``least`` are zero, eigenvectors included.
+    `least` are zero, eigenvectors included.
     """
     index = tl.arange(0, BLOCK)
     row, column = index[:, None], index[None, :]

@@ -19,7 +19,7 @@ NOWHERE = tl.constexpr(1 << 62)
 def effective_reduce(
     coordinates: Tensor, basis: Tensor, *, top_k: int, maps: bool
 ) -> EffectiveReduction:
-    """Return the reductions of one kernel launch; see ``attnlens.kernels.effective_reduce``.
+    """Return the reductions of one kernel launch; see `attnlens.kernels.effective_reduce`.
 
     Each program keeps the top_k entries of its own key columns; the best of those are chosen
     here.

@@ -28,11 +28,11 @@ def row_statistics(
     causal: bool,
     scaling: float,
 ) -> RowStatistics:
-    """Return the statistics of one kernel launch; see ``attnlens.kernels.row_statistics``."""
+    """Return the statistics of one kernel launch; see `attnlens.kernels.row_statistics`."""
     batch, heads, queries, dim = query.shape
     keys = key.shape[2]
     rank = 0 if basis is None else basis.shape[3]
-    statistics = query.new_empty((4, batch, heads, queries), dtype=torch.float32)
+    statistics = query.new_empty((5, batch, heads, queries), dtype=torch.float32)
     coordinates = query.new_empty((batch, heads, queries, rank), dtype=torch.float32)
     shape = (batch, heads, queries, keys)
     # Absent tensors are passed as any tensor; the flags keep them from being read.
@@ -74,10 +74,7 @@ def row_statistics(
         num_warps=8,
         num_stages=2,
     )
-    logsumexp, square_sum, entropy, maximum = statistics
-    return RowStatistics(
-        logsumexp, square_sum, entropy, maximum, None if basis is None else coordinates
-    )
+    return RowStatistics(*statistics, None if basis is None else coordinates)
 
 
 def _strides(name: str, axes: str, tensor: Tensor) -> dict[str, int]:
@@ -150,8 +147,8 @@ def row_statistics_kernel(
 ):
     """Online softmax over the keys for BLOCK_Q rows of one head.
 
-    Beside the running maximum m and Σ e, with e = exp(s − m), it carries Σ e², Σ e (s − m) and
-    Σ e u; each is rescaled when m grows.
+    Beside the running maximum m and Σ e, with e = exp(s − m), it carries Σ (e − mean e)²,
+    Σ e (s − m) and Σ e u; each is rescaled when m grows.
     """
     program = tl.program_id(0).to(tl.int64)
     batch, head = program // heads, program % heads
@@ -173,7 +170,8 @@ def row_statistics_kernel(
         rows = rows.to(tl.float32)
     maximum = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
-    squares = tl.zeros((BLOCK_Q,), tl.float32)
+    size = tl.zeros((BLOCK_Q,), tl.float32)
+    centred = tl.zeros((BLOCK_Q,), tl.float32)
     moment = tl.zeros((BLOCK_Q,), tl.float32)
     context = tl.zeros((BLOCK_Q, BLOCK_R), tl.float32)
 
@@ -219,8 +217,17 @@ def row_statistics_kernel(
         weight = tl.exp(score - pivot[:, None])
         moment = decay * (moment + step * total)
         moment += tl.sum(weight * tl.where(seen, score - pivot[:, None], 0.0), axis=1)
-        total = total * decay + tl.sum(weight, axis=1)
-        squares = squares * decay * decay + tl.sum(weight * weight, axis=1)
+        total *= decay
+        # about the mean, so that nearly uniform rows keep their differences
+        own_size = tl.sum(seen.to(tl.float32), axis=1)
+        own_total = tl.sum(weight, axis=1)
+        own_mean = own_total / tl.maximum(own_size, 1.0)
+        spread = tl.where(seen, weight - own_mean[:, None], 0.0)
+        apart = total * own_size - own_total * size
+        apart = apart * apart / tl.maximum(size * own_size * (size + own_size), 1.0)
+        centred = centred * decay * decay + tl.sum(spread * spread, axis=1) + apart
+        total += own_total
+        size += own_size
         maximum = larger
         if RANK > 0:
             vectors = tl.load(
@@ -238,11 +245,13 @@ def row_statistics_kernel(
     out = statistics + program * queries + row
     tl.store(out, tl.where(empty, float("-inf"), maximum + log_total), mask=real_row)
     out += statistics_stride
-    tl.store(out, squares / (divisor * divisor), mask=real_row)
+    tl.store(out, centred / (divisor * divisor), mask=real_row)
     out += statistics_stride
     tl.store(out, tl.maximum(log_total - moment / divisor, 0.0), mask=real_row)
     out += statistics_stride
     tl.store(out, tl.where(empty, 0.0, 1.0 / divisor), mask=real_row)
+    out += statistics_stride
+    tl.store(out, size, mask=real_row)
     if RANK > 0:
         tl.store(
             coordinates + (program * queries + row)[:, None] * RANK + ranks[None, :],

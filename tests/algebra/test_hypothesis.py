@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnlens import HeadStatistics
-from attnlens.algebra.nullspace import effective_attention, value_basis
+from attnlens.algebra.effective import effective_attention, value_basis
 from attnlens.algebra.supports import support_of
 from tests.support import reference
 from tests.support.captures import dense_statistics, synthetic_capture
@@ -133,7 +133,7 @@ def test_support_is_the_mask(kind: str, batch: int, tokens: int, seed: int) -> N
     support = support_of(mask, batch, tokens, tokens)
     dense = reference.dense_mask(mask, batch, support.keys.shape[1], tokens, tokens)
     assert torch.equal(support.mask(0, tokens).expand_as(dense), dense)
-    assert torch.equal(support.sizes().expand(dense.shape[:3]), dense.sum(-1))
+    assert torch.equal(support.sizes.expand(dense.shape[:3]), dense.sum(-1))
     assert torch.equal(support.keys, dense.any(-2))
     causal = support_of(mask, batch, tokens, tokens, causal=True)
     lower = dense & dense.new_ones(tokens, tokens).tril()

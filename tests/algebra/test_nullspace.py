@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from attnlens import InputError, NonFiniteError
-from attnlens.algebra.nullspace import ValueBasis, effective_attention, value_basis
+from attnlens.algebra.effective import effective_attention, value_basis
+from attnlens.algebra.factors import ValueBasis
 from tests.support import reference
 from tests.support.reference import BARS
 
@@ -253,7 +254,10 @@ def test_rtol_decides_the_rank_and_is_recorded() -> None:
     for rtol, rank in ((1e-4, 4), (3e-3, 3), (0.5, 1)):
         basis = value_basis(value, rtol=rtol)
         assert (basis.rank == rank).all()
-        assert basis.rtol == rtol
+        assert (basis.threshold == rtol).all()
+    for rtol in (0.0, 9e-8, 1.0, float("nan")):
+        with pytest.raises(InputError, match="rtol must lie in"):
+            value_basis(value, rtol=rtol)
 
 
 @pytest.mark.parametrize("simplex", [False, True])

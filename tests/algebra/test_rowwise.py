@@ -8,8 +8,8 @@ from torch import Tensor
 
 from attnlens import InputError, NonFiniteError
 from attnlens.algebra import rowwise
-from attnlens.algebra.nullspace import effective_attention, value_basis
-from attnlens.algebra.rowwise import RowwiseBasis
+from attnlens.algebra.effective import effective_attention, value_basis
+from attnlens.algebra.rowwise import RowFactor
 from attnlens.algebra.supports import support_of
 from tests.algebra.test_nullspace import (
     BATCH,
@@ -89,7 +89,7 @@ def test_rank_and_nullity_of_every_row(name: str) -> None:
     basis = value_basis(value, mask)
     dense = reference.dense_mask(mask, *attention.shape)
     expected = reference.ranks(value, mask, attention.shape[2])
-    assert isinstance(basis, RowwiseBasis)
+    assert isinstance(basis, RowFactor)
     assert torch.equal(basis.rank, expected)
     assert torch.equal(basis.nullity, dense.sum(-1) - expected)
 
@@ -196,7 +196,8 @@ def test_support_forms_reproduce_the_mask(name: str) -> None:
     dense = reference.dense_mask(mask, BATCH, heads, queries, keys)
     assert torch.equal(support.mask(0, queries).expand_as(dense), dense)
     assert torch.equal(support.mask(3, 8).expand_as(dense[:, :, 3:8]), dense[:, :, 3:8])
-    assert torch.equal(support.sizes(), dense.sum(-1))
+    assert torch.equal(support.sizes, dense.sum(-1))
+    assert torch.equal(support.active, dense.any(-1))
     assert not support.shared
     intervals = "causal" in name or "window" in name or "block" in name
     assert (support.first is not None) == intervals
@@ -208,5 +209,28 @@ def test_masks_equal_in_every_row_are_recognised() -> None:
     assert support.shared
     assert torch.equal(support.keys, PADDING[:, :, 0])
     assert support.tokens.tolist() == [[TOKENS], [17]]
-    assert support.active(TOKENS).sum(-1).tolist() == [[TOKENS], [17]]
-    assert support.active(5).all()
+    counted = support.counted()
+    assert counted.active.sum(-1).tolist() == [[TOKENS], [17]]
+    assert support.counted(own=False).active.all()
+    assert support_of(dense[..., :5, :], BATCH, 5, TOKENS).counted().active.all()
+
+
+def test_rows_of_padding_that_see_themselves_leave_the_mask_shared() -> None:
+    """What padding sees says nothing: of the rows that count, all see the same keys."""
+    own = PADDING & PADDING.mT | torch.eye(TOKENS, dtype=torch.bool)
+    padding = PADDING[:, 0, 0]
+    support = support_of(own, BATCH, TOKENS, TOKENS)
+    assert not support.shared
+    counted = support.counted(padding=padding)
+    assert counted.shared
+    assert torch.equal(counted.keys[:, 0], padding) and torch.equal(counted.active[:, 0], padding)
+
+
+def test_keys_that_no_row_sees_are_none() -> None:
+    """A causal rule from the first query on, with fewer queries than keys."""
+    support = support_of(None, BATCH, 9, TOKENS, causal=True)
+    assert support.keys.sum(-1).tolist() == [[9]] * BATCH
+    sparse = random_mask(BATCH, 1, 9, TOKENS, share=0.05)
+    kept = torch.arange(9) % 2 == 0
+    counted = support_of(sparse, BATCH, 9, TOKENS).counted(padding=kept.expand(BATCH, -1))
+    assert torch.equal(counted.keys, (sparse & kept[:, None]).any(-2))

@@ -26,14 +26,15 @@ def dense_mask(mask: Tensor | None, batch: int, heads: int, queries: int, keys: 
     return mask.bool().expand(batch, heads, queries, keys)
 
 
-def seen_values(
-    value: Tensor, head: int, projection: Tensor | None = None, simplex: bool = False
-) -> Array:
-    """`T = V H` of one head, or V without H, with a constant column when simplex."""
+def seen_values(value: Tensor, head: int, projection: Tensor | None = None) -> Array:
+    """`T = V H` of one head, or V without H."""
     seen = value.double().numpy()
-    if projection is not None:
-        seen = seen @ projection[head].double().numpy()
-    return np.concatenate([seen, np.ones((len(seen), 1))], 1) if simplex else seen
+    return seen if projection is None else seen @ projection[head].double().numpy()
+
+
+def threshold(values: Array, width: int) -> float:
+    """`max(n, D) · eps(float32)`, n the number of keys that take part."""
+    return max(len(values), width) * EPS
 
 
 def supports(mask: Tensor) -> Iterator[tuple[list[int], Array]]:
@@ -45,10 +46,20 @@ def supports(mask: Tensor) -> Iterator[tuple[list[int], Array]]:
         yield rows, np.flatnonzero(mask[rows[0]].numpy())
 
 
-def projector(values: Array, rtol: float) -> Array:
-    """Orthogonal projector onto the column space, by way of scipy's left null space."""
-    free = scipy.linalg.null_space(values.T, rcond=rtol)
-    return np.eye(len(values)) - free @ free.T
+def projector(values: Array, rtol: float, simplex: bool = False) -> Array:
+    """Orthogonal projector onto the column space of T, or of `[T, 1]`.
+
+    A singular value counts when it exceeds `rtol` times the largest of T. With the constant vector
+    what counts are the values less their mean, measured by the same.
+    """
+    sigma = np.linalg.svd(values, compute_uv=False)
+    cut = rtol * sigma.max(initial=0.0)
+    if not simplex:
+        free = scipy.linalg.null_space(values.T, rcond=rtol)
+        return np.eye(len(values)) - free @ free.T
+    left, apart, _ = np.linalg.svd(values - values.mean(0), full_matrices=False)
+    kept = left[:, apart > cut]
+    return np.full((len(values),) * 2, 1 / len(values)) + kept @ kept.T
 
 
 def effective_attention(
@@ -60,17 +71,18 @@ def effective_attention(
 ) -> Tensor:
     """`A⊥`, head by head and support by support, `[B, H, Q, K]` float64."""
     batch, heads, queries, keys = attention.shape
-    rtol = max(keys, value.shape[-1]) * EPS
     dense = dense_mask(mask, batch, heads, queries, keys)
     result = np.zeros(attention.shape)
     for example in range(batch):
         for head in range(heads):
-            values = seen_values(value[example, head], head, projection, simplex)
+            values = seen_values(value[example, head], head, projection)
             given = attention[example, head].double().numpy()
             for rows, seen in supports(dense[example, head]):
                 if len(seen):
                     block = np.ix_(rows, seen)
-                    result[example, head][block] = given[block] @ projector(values[seen], rtol)
+                    rtol = threshold(values[seen], value.shape[-1])
+                    projected = given[block] @ projector(values[seen], rtol, simplex)
+                    result[example, head][block] = projected
     return torch.from_numpy(result)
 
 
@@ -89,10 +101,18 @@ def ranks(
         for head in range(heads):
             values = seen_values(value[example, head], head, projection)
             for rows, seen in supports(dense[example, head]):
-                rank = _rank(values[seen], max(keys, width) * EPS)
-                extra = simplex and _constant_escapes(values[seen], max(keys, width) * EPS)
-                result[example, head, rows] = rank + extra
+                found = rank(values[seen], threshold(values[seen], width), simplex)
+                result[example, head, rows] = found
     return result
+
+
+def rank(values: Array, rtol: float, simplex: bool = False) -> int:
+    """Singular values of T above the threshold; for `[T, 1]` one, and those of T less its mean."""
+    if not len(values):
+        return 0
+    cut = rtol * np.linalg.svd(values, compute_uv=False).max(initial=0.0)
+    apart = np.linalg.svd(values - simplex * values.mean(0), compute_uv=False)
+    return min(int((apart > cut).sum()) + simplex, len(values))
 
 
 def attention(
@@ -156,7 +176,11 @@ def head_statistics(
             seen = dense[example, head].numpy()[rows]
             raw = attention[example, head].double().numpy()[rows]
             visible = effective[example, head].numpy()[rows]
-            keys_seen = dense[example, head].numpy().any(0)
+            # of values that are constant to the threshold, effective attention is too
+            constant = simplex_rank[example, head].numpy()[rows] <= 1
+            mean = visible.sum(1, keepdims=True) / np.maximum(seen.sum(1, keepdims=True), 1)
+            visible = np.where(constant[:, None] & seen, mean, visible)
+            keys_seen = seen.any(0)
             values = seen_values(value[example, head], head, projection)
             sizes = seen.sum(1)
             nullity = sizes - rank[example, head].numpy()[rows]
@@ -167,7 +191,9 @@ def head_statistics(
                 "nullity_min": nullity.min(),
                 "nullity_max": nullity.max(),
                 "simplex_nullity": (sizes - simplex_rank[example, head].numpy()[rows]).mean(),
-                "condition": condition(values[keys_seen], max(keys, value.shape[-1]) * EPS),
+                "condition": condition(
+                    values[keys_seen], threshold(values[keys_seen], value.shape[-1])
+                ),
                 "attention_norm": np.linalg.norm(raw),
                 "effective_norm": np.linalg.norm(visible),
                 "effective_fraction": np.sum(visible**2) / np.sum(raw**2),
@@ -216,9 +242,9 @@ def condition(values: Array, rtol: float) -> float:
     return float(kept[0] / kept[-1])
 
 
-def pearson(first: Array, second: Array) -> float:
+def pearson(first: Array, second: Array, resolution: float = 1e-13) -> float:
     """Correlation of two vectors; NaN where one does not vary beyond rounding."""
-    if any(entries.var() <= 1e-12 * np.mean(entries**2) for entries in (first, second)):
+    if any(entries.std() <= resolution * np.abs(entries).max() for entries in (first, second)):
         return float("nan")
     return float(np.corrcoef(first, second)[0, 1])
 
@@ -226,15 +252,3 @@ def pearson(first: Array, second: Array) -> float:
 def _mean(values: list[float]) -> float:
     defined = [value for value in values if not np.isnan(value)]
     return float(np.mean(defined)) if defined else float("nan")
-
-
-def _constant_escapes(values: Array, rtol: float) -> bool:
-    """Whether the constant vector is more than 1e-4 of its length away from the column space."""
-    constant = np.ones(len(values))
-    outside = constant - projector(values, rtol) @ constant
-    return bool(outside @ outside > 1e-8 * len(values))
-
-
-def _rank(values: Array, rtol: float) -> int:
-    sigma = np.linalg.svd(values, compute_uv=False)
-    return int((sigma > rtol * sigma.max(initial=0.0)).sum())

@@ -1,0 +1,351 @@
+"""One attention call as linear algebra sees it: the start of every quantity.
+
+What one observer has asked for is not computed again for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from attnlens.algebra.factors import SharedFactor, ValueBasis, shared_factor
+from attnlens.algebra.rowwise import RowFactor, RowGroups
+from attnlens.algebra.softmax import AttentionRows, RowSums
+from attnlens.algebra.supports import Support, support_of
+from attnlens.algebra.values import (
+    Reach,
+    reach_of,
+    repeated,
+    require_finite_reach,
+    require_squares,
+    working_dtype,
+)
+from attnlens.errors import InputError
+from attnlens.kernels.ranks import require_rtol
+from attnlens.kernels.torch_gram import selected_rows
+
+# From this squared condition number on, float32 outputs are computed again: their rounding is
+# amplified by its root.
+ILL_CONDITIONED = 1e6
+
+
+class Call(Protocol):
+    """What a problem is made of; a `Capture` is one."""
+
+    @property
+    def rows(self) -> AttentionRows:
+        """How A comes about."""
+
+    @property
+    def support(self) -> Support:
+        """The keys of every row that counts."""
+
+    @property
+    def grouped_value(self) -> Tensor:
+        """`[B, Hkv, K, D]`."""
+
+    @property
+    def context(self) -> Tensor:
+        """`[B, H, Q, D]`."""
+
+    @property
+    def exact_context(self) -> bool:
+        """Whether `context` is `A V` to float32 precision."""
+
+    @property
+    def reach(self) -> Reach | None:
+        """What the output projection reads, or None where it is not known."""
+
+    @property
+    def derived(self) -> MutableMapping[Any, Any]:
+        """What was derived of this call already."""
+
+
+def problem(call: Call, rtol: float | None = None) -> Problem:
+    """Pose the problem of one attention call, or return it where it was posed before.
+
+    Args:
+        call: the call.
+        rtol: relative threshold for the numerical rank, in `[1e-7, 1)`; by default
+            `max(n, D) · eps(float32)`, n the number of real keys.
+
+    Returns:
+        The problem.
+    """
+    posed: Problem | None = call.derived.get(("problem", rtol))
+    if posed is not None:
+        return posed
+    reach, heads = call.reach, call.context.shape[1]
+    values, context = call.grouped_value, call.context
+    if reach is not None and reach.factor is not None:
+        reads = reach.factor.to(values.device)
+        values, context = repeated(values, heads).double() @ reads, context.double() @ reads
+    elif call.support.keys.shape[1] > 1:
+        values = repeated(values, heads)
+    posed = Problem(
+        values=values,
+        model_outputs=context if call.exact_context else None,
+        rows=call.rows,
+        support=call.support,
+        root=None if reach is None else reach.root.to(values.device),
+        known=None if reach is None else reach.finite.to(values.device),
+        dtype=working_dtype(call.grouped_value),
+        rtol=rtol,
+    )
+    call.derived["problem", rtol] = posed
+    return posed
+
+
+def plain_problem(
+    value: Tensor,
+    queries: int,
+    *,
+    mask: Tensor | None = None,
+    projection: Tensor | None = None,
+    rtol: float | None = None,
+    cross: bool = False,
+) -> Problem:
+    """Pose a problem about values alone, from plain tensors.
+
+    Args:
+        value: `[B, H, K, D]` values, grouped heads repeated.
+        queries: number of query rows Q.
+        mask: bool, True = may attend, broadcastable to `[B, H, Q, K]`; None = everywhere.
+        projection: `[H, D, M]` output projection, or None where it is not known.
+        rtol: relative threshold for the numerical rank, in `[1e-7, 1)`.
+        cross: whether queries and keys are different tokens, even where there are as many.
+
+    Returns:
+        The problem; it has neither outputs nor rows of A.
+
+    Raises:
+        InputError: if shapes, types or the threshold do not fit.
+        NonFiniteError: if a value that is attended to, or the projection, is not finite.
+    """
+    batch, heads, keys, width = value.shape
+    shape = (batch, heads, queries, keys)
+    if mask is not None:
+        sizes = zip(mask.shape, shape, strict=False)
+        fits = mask.dim() == 4 and all(size in {1, wanted} for size, wanted in sizes)
+        if mask.dtype != torch.bool or not fits:
+            raise InputError(
+                f"mask must be boolean, True = may attend, and broadcast to {list(shape)}; a "
+                f"padding mask is [B, 1, 1, K]. Got {mask.dtype} {list(mask.shape)}."
+            )
+        mask = mask.to(value.device)
+    if projection is not None and (projection.dim() != 3 or projection.shape[:2] != (heads, width)):
+        raise InputError(
+            f"projection must be [H, D, M] with H = {heads}, D = {width}. "
+            f"Got {list(projection.shape)}."
+        )
+    support = support_of(mask, batch, queries, keys, device=value.device).counted(own=not cross)
+    reach = None
+    if projection is not None:
+        reach = require_finite_reach(reach_of(projection.to(value.device)))
+    values = value
+    if reach is not None and reach.factor is not None:
+        values = value.double() @ reach.factor
+    require_squares(values, support.keys)
+    return Problem(
+        values=values,
+        model_outputs=None,
+        rows=AttentionRows(shape),
+        support=support,
+        root=None if reach is None else reach.root,
+        known=None,
+        dtype=working_dtype(value),
+        rtol=require_rtol(rtol),
+    )
+
+
+@dataclass(eq=False)
+class Problem:
+    """The values, outputs and rows of one call, in the space that its output reads.
+
+    Attributes:
+        values: `[B, Hv, K, D]`; Hv divides H where grouped heads share them.
+        model_outputs: `[B, H, Q, D]`, `O = A V` as the model computed it, or None where dropout or
+            rounding spoilt it.
+        rows: how A comes about.
+        support: the keys of every row that counts.
+        root: `[H, D, D]` float64 X with `‖A T‖ = ‖O X‖`, or None where H is not known.
+        known: `[H]` bool, where H is finite; or None.
+        dtype: working precision of maps.
+        rtol: relative threshold for the numerical rank, or None for the default.
+    """
+
+    values: Tensor
+    model_outputs: Tensor | None
+    rows: AttentionRows
+    support: Support
+    root: Tensor | None
+    known: Tensor | None
+    dtype: torch.dtype
+    rtol: float | None = None
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads H."""
+        return self.rows.shape[1]
+
+    @cached_property
+    def active(self) -> Tensor:
+        """The rows that count, `[B, H, Q]` bool."""
+        return self.support.active.expand(self.rows.shape[:3])
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """Number of keys of every row, `[B, H, Q]` int64; zero in rows that do not count."""
+        return torch.where(self.active, self.support.sizes.expand(self.rows.shape[:3]), 0)
+
+    @cached_property
+    def over_all_keys(self) -> SharedFactor:
+        """The factor of the values at all real keys, whatever single rows see of them."""
+        union = replace(self.support, first=None, last=None, rows=None)
+        # values in float64 only because H is rank-deficient are left to whoever takes them
+        widened = self.values.dtype != self.dtype and self.values.dtype == torch.float64
+        backend = "auto" if widened else self.rows.backend
+        return shared_factor(self.values, union, self.rtol, backend=backend)
+
+    @cached_property
+    def factor(self) -> SharedFactor | RowFactor:
+        """The factor of the values that each row sees."""
+        if self.support.shared:
+            return self.over_all_keys
+        values = selected_rows(self.values, self.support.keys, torch.float64)
+        finite = values.isfinite().flatten(2).all(-1)[..., None, None]
+        values = torch.where(finite, values, 0.0)  # a factorisation must not meet them
+        return RowFactor(values, self.support, self.heads, self.dtype, self.rtol)
+
+    @cached_property
+    def finite(self) -> Tensor:
+        """Where values at real keys and H are finite, `[B, H]` bool."""
+        finite = repeated(self.over_all_keys.finite, self.heads)
+        return finite if self.known is None else finite & self.known
+
+    @cached_property
+    def condition(self) -> Tensor:
+        """Condition number of T over all real keys, `[B, H]` float64, ≥ 1."""
+        return self.over_all_keys.condition(self.root, self.heads)
+
+    @cached_property
+    def basis(self) -> ValueBasis | RowFactor:
+        """What maps are projected with; heads that are not finite count as zero."""
+        return self._basis(simplex=False)
+
+    @cached_property
+    def simplex_basis(self) -> ValueBasis | RowFactor:
+        """The same with the constant vector, so that projected rows keep their sum."""
+        return self._basis(simplex=True)
+
+    @cached_property
+    def row_sums(self) -> RowSums:
+        """Sums of every row of A."""
+        return self._summed[0]
+
+    @cached_property
+    def outputs(self) -> Tensor:
+        """`A V` without dropout and the rounding of half precision, `[B, H, Q, D]`."""
+        if self.model_outputs is not None:
+            return self.model_outputs
+        if "_summed" in self.__dict__ or self.rows.bias is not None:
+            outputs = self._summed[1]
+            assert outputs is not None
+            return outputs
+        return self.rows.context(self._real_values)
+
+    def again(self, doubtful: Tensor, sums: RowSums | None = None) -> tuple[Tensor, RowSums | None]:
+        """Compute outputs, and sums of rows, of some heads again in float64.
+
+        Args:
+            doubtful: `[B, H]` bool, the heads.
+            sums: sums to be replaced for them, or None.
+
+        Returns:
+            All outputs, in float64 if there are such heads, and the sums.
+        """
+        if not self.can_refine or not bool(doubtful.any()):
+            return self.outputs, sums
+        example, head = doubtful.nonzero(as_tuple=True)
+        support = self.support
+        dense = support.keys[..., None, :] if support.shared else support.mask()
+        index = torch.zeros_like(head) if dense.shape[1] == 1 else head
+        rows = dense[example, index][:, None].expand(-1, -1, support.queries, -1)
+        part = Support(rows.any(-2), self.active[example, head][:, None], rows=rows)
+        values = self.values[example, head * self.values.shape[1] // self.heads][:, None].double()
+        values = torch.where(part.keys[..., None], values, 0.0)
+        found, context = self.rows.taken(example, head).sums(part, values)
+        outputs = self.outputs.double()
+        assert context is not None
+        outputs[example, head] = context[:, 0]
+        if sums is None:
+            return outputs, None
+        replaced = RowSums(*(part.clone() for part in sums))
+        for whole, new in zip(replaced, found, strict=True):
+            whole[example, head] = new[:, 0]
+        return outputs, replaced
+
+    def outputs_of(self, chunk: RowGroups, outputs: Tensor) -> Tensor:
+        """Pick the outputs of a chunk of rows, computed again where values are ill-conditioned.
+
+        Args:
+            chunk: the rows.
+            outputs: `[B, H, Q, D]`.
+
+        Returns:
+            `[h, g, r, D]` float64.
+        """
+        picked = chunk.take(outputs).double()
+        whitening = chunk.whitening
+        doubtful = (whitening.rank < chunk.sizes) & (whitening.bound > ILL_CONDITIONED)
+        doubtful = doubtful[:, chunk.group]  # [h, r]
+        if not self.can_refine or not bool(doubtful.any()):
+            return picked
+        some = doubtful.any(0).nonzero()[:, 0]
+        heads = torch.arange(self.heads, device=some.device)
+        heads = heads.unflatten(0, (-1, chunk.shared))[chunk.heads].flatten()
+        example = torch.full_like(heads, chunk.example)
+        rows = self.rows.taken(example, heads, chunk.rows[some], chunk.span)
+        values = chunk.values.repeat_interleave(chunk.shared, 0)[:, None]
+        context = rows.context(values)[:, 0].unflatten(0, (-1, chunk.shared))  # [h, g, s, D]
+        picked[:, :, some] = torch.where(doubtful[:, None, some, None], context, picked[:, :, some])
+        return picked
+
+    @property
+    def can_refine(self) -> bool:
+        """Whether float64 rows of A would be more precise than the outputs at hand."""
+        return self.rows.known and self.dtype != torch.float64
+
+    @property
+    def output_eps(self) -> float:
+        """Relative rounding of the outputs."""
+        return torch.finfo(self.dtype).eps
+
+    @cached_property
+    def ill_conditioned(self) -> Tensor:
+        """Heads whose outputs amplify rounding when solved for, `[B, H]` bool."""
+        factor = self.over_all_keys
+        return repeated(~factor.free & (factor.bound > ILL_CONDITIONED), self.heads)
+
+    @cached_property
+    def _real_values(self) -> Tensor:
+        """Values, zero at masked keys, in the precision that rows are summed in."""
+        dtype = torch.promote_types(working_dtype(self.values), self.dtype)
+        return selected_rows(self.values, self.support.keys, dtype)
+
+    @cached_property
+    def _summed(self) -> tuple[RowSums, Tensor | None]:
+        """Sums of rows; where outputs must be recomputed, these come with them."""
+        wanted = self.model_outputs is None and "outputs" not in self.__dict__
+        return self.rows.sums(self.support, self._real_values if wanted else None)
+
+    def _basis(self, *, simplex: bool) -> ValueBasis | RowFactor:
+        factor = self.factor
+        if isinstance(factor, RowFactor):
+            return replace(factor, simplex=True) if simplex else factor
+        return factor.basis(simplex=simplex).for_heads(self.heads, self.dtype)
