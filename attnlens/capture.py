@@ -10,7 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from attnlens.algebra.factors import ValueBasis
 from attnlens.algebra.problem import problem
+from attnlens.algebra.rowwise import RowFactor
 from attnlens.algebra.softmax import AttentionRows, EmptyRows
 from attnlens.algebra.supports import Support, support_of
 from attnlens.algebra.values import Reach, reach_of, repeated
@@ -299,6 +301,22 @@ class Capture:
         """
         return self.rows.attention(rows)
 
+    def value_basis(
+        self, simplex: bool = False, rtol: float | None = None
+    ) -> ValueBasis | RowFactor:
+        """Find an orthonormal basis of the column space of T; values not finite count as zero.
+
+        Args:
+            simplex: use `[T, 1]`, so that projected rows keep their sum.
+            rtol: relative threshold for the numerical rank, in `[1e-7, 1)`; by default
+                `max(n, D) · eps(float32)`.
+
+        Returns:
+            The basis: see :func:`attnlens.functional.value_basis`.
+        """
+        posed = problem(self, rtol)
+        return posed.simplex_basis if simplex else posed.basis
+
     def effective_attention(self, simplex: bool = False, rtol: float | None = None) -> Tensor:
         """Compute null-space effective attention `A⊥`.
 
@@ -311,10 +329,8 @@ class Capture:
             `[B, H, Q, K]` with `A⊥ T = A T`, zero outside the mask. Heads whose values or output
             projection are not finite are NaN.
         """
-        posed = problem(self, rtol)
-        basis = posed.simplex_basis if simplex else posed.basis
-        projected = basis.project(self.attention())
-        return torch.where(posed.finite[..., None, None], projected, torch.nan)
+        projected = self.value_basis(simplex, rtol).project(self.attention())
+        return torch.where(problem(self, rtol).finite[..., None, None], projected, torch.nan)
 
     def projected_value(self) -> Tensor:
         """Compute `T = V H`, the values as they reach the residual stream.

@@ -176,7 +176,8 @@ class _OutputSquares:
             shape = (*own.shape[:2], *block.shape[1:])
             image = (block.view(shape) @ self._root).flatten(0, 1)
         norms = torch.linalg.vector_norm(image, dim=-1).double().square_()
-        along = torch.linalg.vecdot(image.sum(-2).double(), self._image[some].flatten(0, 1)[:, 0])
+        common = self._image[some].flatten(0, 1)[:, 0]
+        along: Tensor = torch.linalg.vecdot(image.sum(-2).double(), common)
         return (norms.sum(-1) + 2 * along).view(own.shape[:2])
 
     def common(self, count: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def effective_attention(
         value: `[B, H, K, D]` value vectors as the model multiplies them by A.
         mask: bool, `[B, K]` or broadcastable to `[B, H, Q, K]`, True where a query may attend.
         projection: `[H, D, M]` per-head slice of the output projection, see :func:`value_basis`.
-        simplex: keep the row sums (`LN([T, 1])` instead of `LN(T)`).
+        simplex: keep the row sums (`LN(`[T, 1]`)` instead of `LN(T)`).
         rtol: relative threshold for the numerical rank, see :func:`value_basis`.
         method: see :func:`value_basis`.
         causal: row `i` sees no key after `i`, in addition to the mask.

@@ -82,11 +82,12 @@ class ValueBasis:
         """Repeat the basis for grouped heads, in a working precision."""
         return ValueBasis(
             repeated(self.basis.to(dtype), heads),
-            *(
-                repeated(part, heads)
-                for part in (self.whitening, self.squares, self.rank, self.tokens, self.threshold)
-            ),
-            simplex=self.simplex,
+            repeated(self.whitening, heads),
+            repeated(self.squares, heads),
+            repeated(self.rank, heads),
+            repeated(self.tokens, heads),
+            repeated(self.threshold, heads),
+            self.simplex,
         )
 
     def coordinates(self, attention: Tensor) -> Tensor:
@@ -173,10 +174,23 @@ class SharedFactor:
         Returns:
             `[B, H]` float64, NaN where nothing counts.
         """
-        if root is None:
-            return repeated(condition(torch.linalg.eigvalsh(self.gram), self.rank), heads)
-        gram = root.mT @ repeated(self.gram, heads) @ root
-        return condition(torch.linalg.eigvalsh(gram), repeated(self.rank, heads))
+        gram, rank = self.gram, self.rank
+        if root is not None:
+            gram, rank = root.mT @ repeated(gram, heads) @ root, repeated(rank, heads)
+        squares = torch.linalg.eigvalsh(gram)
+        doubtful = repeated(self.bound.isinf() & (self.rank > 0), squares.shape[1])
+        if bool(doubtful.any()):  # a Gram matrix would square their condition number
+            example, head = doubtful.nonzero(as_tuple=True)
+            index = head * self.rank.shape[1] // squares.shape[1]
+            keys = (self.support.keys & self.finite[..., None]).expand(-1, self.rank.shape[1], -1)
+            rows = selected_rows(
+                self.values[example, index][None], keys[example, index][None], torch.float64
+            )[0]
+            triangle = torch.linalg.qr(rows, mode="r").R
+            sigma = torch.linalg.svdvals(triangle if root is None else triangle @ root[head])
+            missing = squares.shape[-1] - sigma.shape[-1]
+            squares[example, head] = torch.nn.functional.pad(sigma.square().flip(-1), (missing, 0))
+        return repeated(condition(squares, rank), heads)
 
     def basis(self, *, simplex: bool = False) -> ValueBasis:
         """Build the orthonormal basis that maps are projected on.
@@ -202,10 +216,10 @@ class SharedFactor:
             whole = whitening @ (basis.mT @ identity.to(basis.dtype))
             whitening = torch.where(free[..., None, None], whole, whitening)
             basis = torch.where(free[..., None, None], identity.to(basis.dtype), basis)
-        columns = min(basis.shape[-2:])
+        size = min(basis.shape[-2:])
         return ValueBasis(
-            basis[..., :columns],
-            whitening[..., :columns],
+            basis[..., :size],
+            whitening[..., :size],
             squares,
             rank,
             self.tokens,

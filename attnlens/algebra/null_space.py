@@ -35,7 +35,7 @@ class NullSpace(NamedTuple):
         nullity: `n − rank`, likewise.
         nullity_min: smallest nullity of a row.
         nullity_max: largest nullity of a row.
-        simplex_nullity: `n − rank([T, 1])`, likewise the mean.
+        simplex_nullity: `n − rank(`[T, 1]`)`, likewise the mean.
         effective_square: `‖A⊥‖²_F`.
         output_square: `‖A T‖²_F`.
         finite: 1 where every input was finite, else 0; the other fields then are meaningless.

@@ -104,24 +104,26 @@ def problem(call: Call, rtol: float | None = None) -> Problem:
 def plain_problem(
     value: Tensor,
     queries: int,
+    attention: Tensor | None = None,
     *,
     mask: Tensor | None = None,
     projection: Tensor | None = None,
     rtol: float | None = None,
     cross: bool = False,
 ) -> Problem:
-    """Pose a problem about values alone, from plain tensors.
+    """Pose the problem of plain tensors.
 
     Args:
         value: `[B, H, K, D]` values, grouped heads repeated.
         queries: number of query rows Q.
+        attention: `[B, H, Q, K]` A, or None where it is not needed.
         mask: bool, True = may attend, broadcastable to `[B, H, Q, K]`; None = everywhere.
         projection: `[H, D, M]` output projection, or None where it is not known.
         rtol: relative threshold for the numerical rank, in `[1e-7, 1)`.
         cross: whether queries and keys are different tokens, even where there are as many.
 
     Returns:
-        The problem; it has neither outputs nor rows of A.
+        The problem; without A it has neither outputs nor rows.
 
     Raises:
         InputError: if shapes, types or the threshold do not fit.
@@ -154,7 +156,7 @@ def plain_problem(
     return Problem(
         values=values,
         model_outputs=None,
-        rows=AttentionRows(shape),
+        rows=AttentionRows(shape, observed=attention),
         support=support,
         root=None if reach is None else reach.root,
         known=None,
@@ -272,11 +274,7 @@ class Problem:
         if not self.can_refine or not bool(doubtful.any()):
             return self.outputs, sums
         example, head = doubtful.nonzero(as_tuple=True)
-        support = self.support
-        dense = support.keys[..., None, :] if support.shared else support.mask()
-        index = torch.zeros_like(head) if dense.shape[1] == 1 else head
-        rows = dense[example, index][:, None].expand(-1, -1, support.queries, -1)
-        part = Support(rows.any(-2), self.active[example, head][:, None], rows=rows)
+        part = self.support.of_heads(example, head)
         values = self.values[example, head * self.values.shape[1] // self.heads][:, None].double()
         values = torch.where(part.keys[..., None], values, 0.0)
         found, context = self.rows.taken(example, head).sums(part, values)

@@ -167,11 +167,13 @@ class RowGroups:
         """
         solution = self.solve(rows)
         doubtful = self.whitening.bound.isinf() & (self.whitening.rank < self.sizes)
-        if not bool(doubtful.any()):
+        some = doubtful.any(0)[self.group].nonzero()[:, 0]
+        if not len(some):
             return solution
-        values = self.values[:, None]
-        effective = (solution @ values.mT) * self.keys[self.group]
-        return solution + self.solve(rows - effective @ values)
+        part, values = replace(self, group=self.group[some]), self.values[:, None]
+        effective = (solution[:, :, some] @ values.mT) * self.keys[part.group]
+        solution[:, :, some] += part.solve(rows[:, :, some] - effective @ values)
+        return solution
 
     def _apply(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """Multiply every row `[h, g, r, X]` by its group's matrix, `[h, n, X, Y]`."""

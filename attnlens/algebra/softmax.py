@@ -176,14 +176,14 @@ class AttentionRows:
             rows = slice(start, stop)
             yield rows, self.attention(rows)
 
-    def mask_rows(self, rows: slice) -> Tensor | None:
+    def mask_rows(self, rows: slice | Tensor) -> Tensor | None:
         """Return the mask of some rows, with the causal rule made explicit for those only."""
         mask = _rows_of(self.mask, rows)
         if not self.causal:
             return mask
         tensor = self.query if self.observed is None else self.observed
         device = None if tensor is None else tensor.device
-        index = torch.arange(self.shape[2], device=device)[rows, None]
+        index = torch.arange(self.shape[2], device=device)[rows][:, None]
         seen = torch.arange(self.shape[3], device=device) <= index
         return seen if mask is None else seen & mask
 
@@ -293,22 +293,20 @@ class AttentionRows:
     ) -> AttentionRows:
         """Apply a choice of examples and heads to every tensor, then take rows and keys."""
         causal = self.causal and isinstance(rows, slice)
-        mask = self.mask if causal == self.causal else self.mask_rows(slice(None))
+        mask = _rows_of(self.mask, rows) if causal == self.causal else self.mask_rows(rows)
 
-        def taken(tensor: Tensor | None, *, rowwise: bool, keyed: bool) -> Tensor | None:
+        def taken(tensor: Tensor | None, *, keyed: bool = True) -> Tensor | None:
             if tensor is None:
                 return None
             tensor = tensor[(None,) * (4 - tensor.dim())]
             chosen = pick(tensor.expand(self.shape[0], -1, -1, -1))
-            if rowwise and chosen.shape[2] > 1:
-                chosen = chosen[:, :, rows]
             return chosen[..., keys] if keyed and chosen.shape[3] > 1 else chosen
 
         sinks = self.sinks
         if sinks is not None and sinks.dim() == 1:
             sinks = sinks.reshape(1, -1, 1, 1)
-        query = taken(self.query, rowwise=True, keyed=False)
-        observed = taken(self.observed, rowwise=True, keyed=True)
+        query = taken(None if self.query is None else self.query[:, :, rows], keyed=False)
+        observed = taken(_rows_of(self.observed, rows))
         key = None if self.key is None else pick(self.key)[:, :, keys]
         source = query if observed is None else observed
         assert source is not None
@@ -319,10 +317,10 @@ class AttentionRows:
             query=query,
             key=key,
             scaling=self._scale,
-            mask=taken(mask, rowwise=True, keyed=True),
-            bias=taken(self.bias, rowwise=True, keyed=True),
+            mask=taken(mask),
+            bias=taken(_rows_of(self.bias, rows)),
             causal=causal,
-            sinks=taken(sinks, rowwise=True, keyed=False),
+            sinks=taken(_rows_of(sinks, rows), keyed=False),
             observed=observed,
         )
 
@@ -408,7 +406,7 @@ def _product(attention: Tensor, values: Tensor) -> Tensor:
     return attention.to(dtype) @ values.to(dtype)
 
 
-def _rows_of(tensor: Tensor | None, rows: slice) -> Tensor | None:
+def _rows_of(tensor: Tensor | None, rows: slice | Tensor) -> Tensor | None:
     """Pick query rows of a tensor broadcastable to `[B, H, Q, K]`."""
     if tensor is None or tensor.dim() < 2 or tensor.shape[-2] == 1:
         return tensor

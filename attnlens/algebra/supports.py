@@ -130,6 +130,24 @@ class Support:
         first, last = (taken(part) for part in (self.first, self.last))
         return Support(real, active, first, None if last is None else last.clamp(max=keys))
 
+    def of_heads(self, example: Tensor, head: Tensor) -> Support:
+        """Take single heads of examples, each as an example of its own.
+
+        Args:
+            example: `[P]` int64, batch indices.
+            head: `[P]` int64, indices of query heads.
+
+        Returns:
+            The support of P examples of one head.
+        """
+        index = head if self.keys.shape[1] > 1 else torch.zeros_like(head)
+
+        def taken(part: Tensor | None) -> Tensor | None:
+            return None if part is None else part[example, index][:, None]
+
+        parts = (self.keys[example, index][:, None], self.active[example, index][:, None])
+        return Support(*parts, taken(self.first), taken(self.last), taken(self.rows))
+
     def mask(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Materialise the rows `start:stop` of the mask.
 

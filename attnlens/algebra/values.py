@@ -16,7 +16,7 @@ class Reach:
     """What the output projection H of each head reads of its context.
 
     Attributes:
-        factor: None where every head has full row rank, since then `LN(V H) = LN(V)`; else
+        factor: none where every head has full row rank, since then `LN(V H) = LN(V)`; else
             `[H, D, D]` float64 C with `LN(V H) = LN(V C)`, the identity for heads of full rank.
         root: `[H, D, D]` float64 X with `‖O H‖ = ‖O C X‖`.
         rank: `[H]` int64, the numerical rank of H.

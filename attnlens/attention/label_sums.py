@@ -91,10 +91,9 @@ def _shared_sums(factor: SharedFactor, outputs: Tensor, members: Tensor) -> Tens
         factor.values, factor.support.keys & factor.finite[..., None], torch.float64
     )
     columns = contract("bhkd,bkg->bhdg", values, members.double())
-    solved = repeated(
-        contract("bhde,bhfe,bhfg->bhdg", factor.whitening, factor.whitening, columns), heads
-    )
-    return contract("bhd,bhdg->bhg", outputs.sum(-2), solved)
+    solved = contract("bhde,bhfe,bhfg->bhdg", factor.whitening, factor.whitening, columns)
+    sums: Tensor = contract("bhd,bhdg->bhg", outputs.sum(-2), repeated(solved, heads))
+    return sums
 
 
 def _row_sums(problem: Problem, factor: RowFactor, received: Tensor, members: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class EffectiveAttention(Observer):
     Args:
         layers: layer indices to keep; None keeps all that the lens delivers.
         heads: head indices to keep; None keeps all.
-        simplex: keep the row sums of A (`LN([T, 1])` instead of `LN(T)`).
+        simplex: keep the row sums of A (`LN(`[T, 1]`)` instead of `LN(T)`).
         max_bytes: bound on the memory of all kept maps; an error is raised before it is crossed.
 
     References:
@@ -103,9 +103,8 @@ class EffectiveAttention(Observer):
                 f"or heads, call reset() between batches, or raise max_bytes."
             )
         raw = capture.attention()
-        posed = problem(capture)
-        basis = posed.simplex_basis if self.simplex else posed.basis
-        effective = torch.where(posed.finite[..., None, None], basis.project(raw), torch.nan)
+        projected = capture.value_basis(self.simplex).project(raw)
+        effective = torch.where(problem(capture).finite[..., None, None], projected, torch.nan)
         mask = capture.support.mask() & capture.real_rows[..., None]
         mask = mask[:, list(chosen)] if masks > 1 else mask
         index = list(chosen)

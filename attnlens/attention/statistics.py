@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,13 +39,13 @@ class HeadStatisticsResult(LayeredResult):
         nullity: `n − rank(T)`, the dimension of LN(T); the mean over rows of a windowed head.
         nullity_min: smallest nullity of a row, over rows and examples.
         nullity_max: largest nullity of a row, over rows and examples.
-        simplex_nullity: `n − rank([T, 1])`, the freedom that keeps rows summing to one.
+        simplex_nullity: `n − rank(`[T, 1]`)`, the freedom that keeps rows summing to one.
         condition: largest over smallest kept singular value of T.
         attention_norm: `‖A‖_F`.
         effective_norm: `‖A⊥‖_F`.
         effective_fraction: `‖A⊥‖² / ‖A‖²`, in `[0, 1]`.
-        correlation: Pearson's r between the entries of A and A⊥, the mean over examples.
-        pooled_correlation: Pearson's r over the entries of all examples together.
+        correlation: pearson's r between the entries of A and A⊥, the mean over examples.
+        pooled_correlation: pearson's r over the entries of all examples together.
         entropy: mean entropy of an attention row, in nats.
         output_norm: `‖A T‖_F`, the norm of what the head writes (`‖A V‖_F` where H is unknown).
         value_space: `"T"` or, where H is unknown, `"V"`; one per row.
@@ -154,37 +154,57 @@ class HeadStatistics(SumObserver):
             )
 
 
-def _sums(capture: Capture, posed: Problem, space: NullSpace, sums: HeadSums | None) -> Sums:
-    """Per-head sums over the examples of one call that are real and finite, each `[H]`."""
-    shape = space.rank.shape
-    quantities = {
-        "tokens": capture.support.tokens.double().expand(shape),
+def example_fields(posed: Problem, space: NullSpace, sums: HeadSums | None) -> Sums:
+    """Name what is known of every example and head.
+
+    Args:
+        posed: the call.
+        space: its null-space quantities.
+        sums: its sums over rows, or None.
+
+    Returns:
+        `[B, H]` float64 by the name of the field in the result.
+    """
+    fields = {
+        "tokens": posed.support.tokens.double().expand(space.rank.shape),
         "rank": space.rank,
         "nullity": space.nullity,
+        "nullity_min": space.nullity_min,
+        "nullity_max": space.nullity_max,
         "simplex_nullity": space.simplex_nullity,
-        "condition": posed.condition.nan_to_num(0.0),
-        "conditioned": posed.condition.isfinite().double(),
+        "condition": posed.condition,
         "effective_norm": space.effective_square.clamp(min=0).sqrt(),
         "output_norm": space.output_square.clamp(min=0).sqrt(),
     }
-    if sums is not None:
-        quantities |= _pooled(sums)
-        correlation = _correlation(quantities)
-        quantities |= {
-            "attention_norm": sums.square.sqrt(),
-            "effective_fraction": (sums.effective_square / sums.square).clamp(max=1),
-            "entropy": sums.entropy / posed.active.sum(-1).clamp(min=1),
-            "correlation": correlation.nan_to_num(0.0),
-            "correlated": correlation.isfinite().double(),
-        }
+    if sums is None:
+        return fields
+    return fields | {
+        "attention_norm": sums.square.sqrt(),
+        "effective_fraction": (sums.effective_square / sums.square).clamp(max=1),
+        "entropy": sums.entropy / posed.active.sum(-1).clamp(min=1),
+        "correlation": pooled_correlation(_pooled(sums)),
+    }
+
+
+def _sums(capture: Capture, posed: Problem, space: NullSpace, sums: HeadSums | None) -> Sums:
+    """Per-head sums over the examples of one call that are real and finite, each `[H]`."""
+    fields = example_fields(posed, space, sums)
+    least, most = fields.pop("nullity_min"), fields.pop("nullity_max")
     finite = space.finite > 0
     counted = finite & posed.active.any(-1)
+    quantities = dict(fields)
+    for name in ("condition", "correlation"):  # not every example has one
+        if name in fields:
+            quantities[name] = fields[name].nan_to_num(0.0)
+            quantities[f"{name}_count"] = fields[name].isfinite().double()
+    if sums is not None:
+        quantities |= _pooled(sums)
     known = torch.full((1,), float(capture.output_projection is not None), dtype=torch.float64)
     return {name: torch.where(counted, q, 0.0).sum(0) for name, q in quantities.items()} | {
         "examples": counted.sum(0).double(),
         "skipped": (~finite).sum(0).double(),
-        "nullity_min": torch.where(counted, space.nullity_min, torch.inf).amin(0),
-        "nullity_max": torch.where(counted, space.nullity_max, -torch.inf).amax(0),
+        "nullity_min": torch.where(counted, least, torch.inf).amin(0),
+        "nullity_max": torch.where(counted, most, -torch.inf).amax(0),
         "has_projection_min": known,
     }
 
@@ -208,8 +228,15 @@ def _pooled(sums: HeadSums) -> Sums:
     }
 
 
-def _correlation(pooled: Sums) -> Tensor:
-    """Pearson's r over all entries that were added up, NaN where A or A⊥ is constant."""
+def pooled_correlation(pooled: Mapping[str, Tensor]) -> Tensor:
+    """Correlate A and A⊥ over all entries that were added up.
+
+    Args:
+        pooled: sums of an observer, `HeadStatistics.sums`, or sums of these over heads or layers.
+
+    Returns:
+        Pearson's r in `[-1, 1]`, NaN where A or A⊥ is constant.
+    """
     entries = pooled["entries"].clamp(min=1)
     total, effective = pooled["total"], pooled["effective_total"]
     # between the examples; of one alone it is zero
@@ -248,7 +275,7 @@ def _averages(sums: Sums) -> Sums:
         "skipped": sums["skipped"],
         "nullity_min": torch.where(seen, sums["nullity_min"], torch.nan),
         "nullity_max": torch.where(seen, sums["nullity_max"], torch.nan),
-        "condition": mean("condition", sums["conditioned"]),
-        "correlation": mean("correlation", sums.get("correlated", examples)),
-        "pooled_correlation": _correlation(sums) if "entries" in sums else missing,
+        "condition": mean("condition", sums["condition_count"]),
+        "correlation": mean("correlation", sums.get("correlation_count", examples)),
+        "pooled_correlation": pooled_correlation(sums) if "entries" in sums else missing,
     }

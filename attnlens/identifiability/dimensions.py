@@ -1,7 +1,7 @@
 """Identifiability: can another attention matrix give the same head output?
 
 Two families of alternatives are counted. Among all row-stochastic matrices, A' gives the output of
-A exactly when the rows of A' − A lie in the left null space of [T, 1]. Among the matrices that a
+A exactly when the rows of A' − A lie in the left null space of `[T, 1]`. Among the matrices that a
 head of query width R can produce, A' = softmax(Q'K'ᵀ·s), the logits must also have rank at most R
 modulo a constant per row; the second family is a part of the first.
 """
@@ -25,18 +25,22 @@ def simplex_dimension(
 ) -> Tensor:
     """Count the dimensions of the row-stochastic matrices A' with A'T = AT.
 
-    Each of the `queries` rows may move in the left null space of [T, 1], for A > 0.
+    Each of the `queries` rows may move in the left null space of `[T, 1]`, for A > 0.
 
     Args:
-        tokens: Number of keys n that a row may attend to.
+        tokens: number of keys n that a row may attend to.
         rank_with_ones: rank([T, 1]), generically min(n, D + 1).
-        queries: Number of rows; n unless given.
+        queries: number of rows; n unless given.
 
     Returns:
         `queries · (n − rank([T, 1]))` as an int64 tensor, at least 0.
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1.
+
+    Example:
+        >>> simplex_dimension(torch.tensor([33, 34, 40]), 33)  # D = 32: from 34 tokens on
+        tensor([  0,  34, 280])
     """
     keys, rank = torch.as_tensor(tokens), torch.as_tensor(rank_with_ones)
     rows = keys if queries is None else torch.as_tensor(queries)
@@ -64,10 +68,10 @@ def softmax_dimension(
     isolated solution far away.
 
     Args:
-        tokens: Number of keys n.
-        query_width: Width R of queries and keys.
+        tokens: number of keys n.
+        query_width: width R of queries and keys.
         value_width: D, or rank([T, 1]) − 1 where the values are known.
-        queries: Number of rows; n unless given.
+        queries: number of rows; n unless given.
 
     Returns:
         The generic dimension as an int64 tensor, at least 0.
@@ -75,6 +79,12 @@ def softmax_dimension(
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1, whose
         argument covers the row-stochastic family only.
+
+    Example:
+        >>> softmax_dimension(torch.tensor([33, 34, 40]), 32, 32)
+        tensor([  0,  32, 224])
+        >>> softmax_dimension(40, 32, 64)  # values twice as wide as queries
+        tensor(0)
     """
     keys, width = torch.as_tensor(tokens), torch.as_tensor(query_width)
     rows = keys if queries is None else torch.as_tensor(queries)
@@ -89,12 +99,16 @@ def softmax_threshold(query_width: int, value_width: int) -> int | None:
     """Return the longest self-attention at which a generic head is identifiable as a softmax.
 
     Args:
-        query_width: Width R of queries and keys.
-        value_width: Width D of the values.
+        query_width: width R of queries and keys.
+        value_width: width D of the values.
 
     Returns:
         n* such that :func:`softmax_dimension` is positive exactly for n > n*: D + 1 when R ≥ D,
         ⌊R(R + 1) / (2R − D)⌋ when R < D < 2R, None (no such length) when D ≥ 2R.
+
+    Example:
+        >>> softmax_threshold(64, 64), softmax_threshold(32, 48), softmax_threshold(32, 64)
+        (65, 66, None)
     """
     if value_width >= 2 * query_width:
         return None
@@ -113,18 +127,18 @@ class Identifiability:
     count have no tokens.
 
     Attributes:
-        tokens: Number n of keys attended to.
-        rank: Numerical rank of T.
+        tokens: number n of keys attended to.
+        rank: numerical rank of T.
         nullity: n − rank(T), the dimension of the left null space of T.
         simplex_nullity: n − rank([T, 1]), the freedom of one row that sums to one.
-        condition: Largest over smallest kept singular value of T, ≥ 1.
-        simplex_dimension: Dimension of the row-stochastic alternatives, [B, H].
-        softmax_dimension: Generic dimension of the alternatives that a head of this width can
-            produce, [B, H]; None where no count is known: under a mask that varies by row, or if
+        condition: largest over smallest kept singular value of T, ≥ 1.
+        simplex_dimension: dimension of the row-stochastic alternatives, `[B, H]`.
+        softmax_dimension: generic dimension of the alternatives that a head of this width can
+            produce, `[B, H]`; None where no count is known: under a mask that varies by row, or if
             logits are not products of queries and keys.
-        query_width: Width of queries and keys, or None.
-        value_width: Head dimension D.
-        rtol: Singular values up to `rtol` times the largest counted as zero.
+        query_width: width of queries and keys, or None.
+        value_width: head dimension D.
+        rtol: singular values up to `rtol` times the largest counted as zero.
     """
 
     tokens: Tensor
@@ -140,20 +154,20 @@ class Identifiability:
 
     @property
     def identifiable_simplex(self) -> Tensor:
-        """True where no other row-stochastic matrix gives the output, bool [B, H]."""
+        """True where no other row-stochastic matrix gives the output, bool `[B, H]`."""
         return self.simplex_dimension == 0
 
     @property
     def identifiable_softmax(self) -> Tensor | None:
-        """True where no head nearby gives the output, bool [B, H]; None if not known."""
+        """True where no head nearby gives the output, bool `[B, H]`; None if not known."""
         return None if self.softmax_dimension is None else self.softmax_dimension == 0
 
     def verdict(self, example: int, head: int) -> str:
         """Say in words whether one head's attention is identifiable, and why.
 
         Args:
-            example: Index into B.
-            head: Index into H.
+            example: index into B.
+            head: index into H.
 
         Returns:
             Two or three sentences.

@@ -24,15 +24,15 @@ _SOLVE_LIMIT = 100
 class Heads:
     """N heads with A, AV and the derivative of A in closed form.
 
-    Points and steps stack queries and keys in one tensor, [N, Q + K, R].
+    Points and steps stack queries and keys in one tensor, `[N, Q + K, R]`.
 
     Args:
-        query: Queries, [N, Q, R].
-        key: Keys, [N, K, R].
-        value: Values, [N, K, D].
-        visible: True where a row that counts may attend, bool [N, Q, K].
-        bias: Added to the logits, [N, Q, K], or zero.
-        scale: Factor of the logits.
+        query: queries, `[N, Q, R]`.
+        key: keys, `[N, K, R]`.
+        value: values, `[N, K, D]`.
+        visible: true where a row that counts may attend, bool `[N, Q, K]`.
+        bias: added to the logits, `[N, Q, K]`, or zero.
+        scale: factor of the logits.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Heads:
 
     @property
     def point(self) -> Tensor:
-        """Queries and keys, [N, Q + K, R]."""
+        """Queries and keys, `[N, Q + K, R]`."""
         return torch.cat([self.query, self.key], dim=-2)
 
     def split(self, point: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,35 +80,38 @@ class Heads:
         )
 
     def centred_logits(self, step: Tensor) -> Tensor:
-        """Return the change of logits along a step, less its mean under A, [N, Q, K]."""
+        """Return the change of logits along a step, less its mean under A, `[N, Q, K]`."""
         query, key = self.split(step)
         change = self.scale * (query @ self.key.mT + self.query @ key.mT)
         return change - (self.attention * change).sum(-1, keepdim=True)
 
     def push(self, step: Tensor) -> Tensor:
-        """Return the change of A along a step, [N, Q, K]."""
+        """Return the change of A along a step, `[N, Q, K]`."""
         return self.attention * self.centred_logits(step)
 
     def pull(self, cotangent: Tensor) -> Tensor:
-        """Return the adjoint of ``push`` at a cotangent of A, [N, Q + K, R]."""
+        """Return the adjoint of `push` at a cotangent of A, `[N, Q + K, R]`."""
         weighted = self.attention * cotangent
         weighted = self.scale * (weighted - self.attention * weighted.sum(-1, keepdim=True))
         return torch.cat([weighted @ self.key, weighted.mT @ self.query], dim=-2)
 
     def deviation(self, step: Tensor) -> Tensor:
-        """Return the largest standard deviation under A of a row's change of logits, [N]."""
+        """Return the largest standard deviation under A of a row's change of logits, `[N]`."""
         return (self.push(step) * self.centred_logits(step)).sum(-1).amax(-1).sqrt()
 
     def miss(self, origin: "Heads") -> Tensor:
-        """Return the change of AV since the origin, relative to AV, [N]."""
+        """Return the change of AV since the origin, relative to AV, `[N]`."""
         return relative_change(self.context - origin.context, origin.context)
 
 
 class Metric(NamedTuple):
     """Fisher metric of the rows, per token, and what the normal equations need from it.
 
-    ``inverse`` [N, Q + K, R, R]; ``block`` [N, Q, D, D], Cholesky factors of the diagonal blocks of
-    J M⁻¹ Jᵀ with J the derivative of AV; ``ridge`` [N, 1, 1].
+    Attributes:
+        inverse: of the metric M, `[N, Q + K, R, R]`.
+        block: Cholesky factors of the diagonal blocks of J M⁻¹ Jᵀ with J the derivative of AV,
+            `[N, Q, D, D]`.
+        ridge: added to the normal equations, `[N, 1, 1]`.
     """
 
     inverse: Tensor
@@ -120,7 +123,7 @@ class Metric(NamedTuple):
         return Metric(*(entry[index] for entry in self))
 
     def gradient(self, heads: Heads, cotangent: Tensor) -> Tensor:
-        """Return the steepest step for ⟨cotangent, A⟩, [N, Q + K, R]."""
+        """Return the steepest step for ⟨cotangent, A⟩, `[N, Q + K, R]`."""
         # A row times a symmetric matrix reads memory twice as fast as the matrix times a column.
         return (heads.pull(cotangent)[..., None, :] @ self.inverse).squeeze(-2)
 
@@ -166,12 +169,12 @@ def fisher_metric(heads: Heads) -> Metric:
 
 
 def _outer(left: Tensor, right: Tensor) -> Tensor:
-    """Return outer products of rows: [N, T, I], [N, T, J] → [N, T, I·J]."""
+    """Return outer products of rows: `[N, T, I]`, `[N, T, J]` → `[N, T, I·J]`."""
     return (left[..., :, None] * right[..., None, :]).flatten(-2)
 
 
 def _damped_inverse(curvature: Tensor) -> Tensor:
-    """Return inverses of [N, T, R, R], damped relative to the head's largest mean curvature."""
+    """Return inverses of `[N, T, R, R]`, damped relative to the head's largest mean curvature."""
     width = curvature.shape[-1]
     mean = curvature.diagonal(dim1=-2, dim2=-1).mean(-1).amax(-1)[:, None, None, None]
     identity = torch.eye(width, dtype=curvature.dtype, device=curvature.device)
@@ -180,7 +183,7 @@ def _damped_inverse(curvature: Tensor) -> Tensor:
 
 
 def _solve(heads: Heads, metric: Metric, target: Tensor) -> Tensor:
-    """Return y with (J M⁻¹ Jᵀ + ridge) y ≈ target, [N, Q, D], by conjugate gradients."""
+    """Return y with (J M⁻¹ Jᵀ + ridge) y ≈ target, `[N, Q, D]`, by conjugate gradients."""
     solution = torch.zeros_like(target)
     live = torch.arange(len(target), device=target.device)
     found, residual = solution.clone(), target
@@ -217,7 +220,7 @@ def _inner(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _lift(heads: Heads, metric: Metric, change: Tensor) -> Tensor:
-    """Return the smallest step that changes AV by ``change`` to first order, [N, Q + K, R]."""
+    """Return the smallest step that changes AV by `change` to first order, `[N, Q + K, R]`."""
     return metric.gradient(heads, _solve(heads, metric, change) @ heads.value.mT)
 
 
@@ -225,13 +228,14 @@ def _climb(heads: Heads, metric: Metric, away: Tensor) -> Tensor:
     """Return the steepest step for ⟨away, A⟩ that keeps AV to first order, with ‖dA‖ = 1."""
     step = metric.gradient(heads, away)
     step = step - _lift(heads, metric, heads.push(step) @ heads.value)
-    return step / heads.push(step).norm(dim=(-2, -1)).clamp_min(TINY)[:, None, None]
+    length: Tensor = heads.push(step).norm(dim=(-2, -1))
+    return step / length.clamp_min(TINY)[:, None, None]
 
 
 def _step_length(
     heads: Heads, step: Tensor, gone: Tensor, target: Tensor, radius: Tensor
 ) -> Tensor:
-    """Return how far to go: to ‖A' − A‖ = target, or as far as the radius allows, [N]."""
+    """Return how far to go: to ‖A' − A‖ = target, or as far as the radius allows, `[N]`."""
     along = (gone * heads.push(step)).sum((-2, -1))
     gap = target**2 - (gone**2).sum((-2, -1))
     meeting = (along**2 + gap).clamp_min(0.0).sqrt() - along
@@ -243,12 +247,12 @@ def walk(origin: Heads, far: Tensor, distance: float, max_iterations: int) -> Te
 
     Args:
         origin: N heads where they start.
-        far: First direction to climb, [N, Q, K].
-        distance: Relative distance wanted.
-        max_iterations: Largest number of steps.
+        far: first direction to climb, `[N, Q, K]`.
+        distance: relative distance wanted.
+        max_iterations: largest number of steps.
 
     Returns:
-        Points near the fibres, [N, Q + K, R].
+        Points near the fibres, `[N, Q + K, R]`.
     """
     point = origin.point.clone()
     norm = origin.attention.norm(dim=(-2, -1))
@@ -279,7 +283,7 @@ def walk(origin: Heads, far: Tensor, distance: float, max_iterations: int) -> Te
 
 
 def polish(origin: Heads, point: Tensor, tolerance: float) -> Tensor:
-    """Return points to their fibres within the tolerance where possible, [N, Q + K, R]."""
+    """Return points to their fibres within the tolerance where possible, `[N, Q + K, R]`."""
     point = point.clone()
     for _ in range(_POLISHES):
         late = (origin.at(point).miss(origin) > tolerance).nonzero().squeeze(-1)
@@ -299,12 +303,12 @@ def _correct(
 
     Args:
         origin: N heads with the output wanted.
-        point: Where to start, [N, Q + K, R].
-        metric: Metric and preconditioner, of a point nearby.
-        allowance: Relative residual at which a head is done, [N].
+        point: where to start, `[N, Q + K, R]`.
+        metric: metric and preconditioner, of a point nearby.
+        allowance: relative residual at which a head is done, `[N]`.
 
     Returns:
-        Points, [N, Q + K, R], and their relative residuals, [N].
+        Points, `[N, Q + K, R]`, and their relative residuals, `[N]`.
     """
     point, miss = point.clone(), origin.at(point).miss(origin)
     live = (miss > allowance).nonzero().squeeze(-1)
@@ -326,4 +330,6 @@ def _correct(
 
 def relative_change(change: Tensor, reference: Tensor) -> Tensor:
     """Return ‖change‖ / ‖reference‖ over the last two axes; 0 where nothing changed."""
-    return change.norm(dim=(-2, -1)) / reference.norm(dim=(-2, -1)).clamp_min(TINY)
+    size: Tensor = torch.linalg.matrix_norm(reference)
+    moved: Tensor = torch.linalg.matrix_norm(change)
+    return moved / size.clamp_min(TINY)

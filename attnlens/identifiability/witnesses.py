@@ -31,10 +31,10 @@ class SimplexWitness:
     """Another row-stochastic matrix with the same output.
 
     Attributes:
-        attention: A', float64 [B, H, Q, K], rows on the boundary of the simplex where they moved.
-        residual: ‖A'T − AT‖ / ‖AT‖ over the rows that count, [B, H].
-        total_variation: ½ Σ_j |a'_ij − a_ij|, [B, H, Q], in [0, 1].
-        exists: True where [T, 1] has a left null space for some row, bool [B, H].
+        attention: a', float64 `[B, H, Q, K]`, rows on the boundary of the simplex where they moved.
+        residual: ‖A'T − AT‖ / ‖AT‖ over the rows that count, `[B, H]`.
+        total_variation: ½ Σ_j |a'_ij − a_ij|, `[B, H, Q]`, in `[0, 1]`.
+        exists: true where `[T, 1]` has a left null space for some row, bool `[B, H]`.
     """
 
     attention: Tensor
@@ -49,15 +49,15 @@ class SoftmaxWitness:
     """Other queries and keys of the same width whose attention gives the same output.
 
     Attributes:
-        attention: A' = softmax(Q'K'ᵀ·s) under the mask, float64 `[B, H, Q, K]`; padded rows zero.
-        query: Q', float64 `[B, H, Q, R]`; padded rows as given.
-        key: K', float64 `[B, H, K, R]`; padded rows as given.
+        attention: a' = softmax(Q'K'ᵀ·s) under the mask, float64 `[B, H, Q, K]`; padded rows zero.
+        query: q', float64 `[B, H, Q, R]`; padded rows as given.
+        key: k', float64 `[B, H, K, R]`; padded rows as given.
         residual: `‖A'T − AT‖ / ‖AT‖` over the rows that count, `[B, H]`; of V where the output
             projection is not known, or has full rank, which makes no difference.
         distance: `‖A' − A‖ / ‖A‖` over the rows that count, `[B, H]`.
-        converged: True where `residual` is within tolerance and A moved by at least a hundredth
+        converged: true where `residual` is within tolerance and A moved by at least a hundredth
             of the distance asked for, bool `[B, H]`. Sharp heads may stop short: see `distance`.
-        exists: True where the family of alternatives has positive dimension, bool `[B, H]`.
+        exists: true where the family of alternatives has positive dimension, bool `[B, H]`.
         single: share of the rows that attend to a single key, to rounding; no small change of
             queries and keys moves them, `[B, H]` in `[0, 1]`.
     """
@@ -106,9 +106,9 @@ class RealisabilityRank:
     """Ranks of row-centred logarithms, to compare with the width of a head.
 
     Attributes:
-        rank: Rank of the row-centred log of a simplex witness, [B, H].
-        attention_rank: The same for A itself, at most `query_width` if A is a softmax, [B, H].
-        query_width: Width R of queries and keys.
+        rank: rank of the row-centred log of a simplex witness, `[B, H]`.
+        attention_rank: the same for A itself, at most `query_width` if A is a softmax, `[B, H]`.
+        query_width: width R of queries and keys.
     """
 
     rank: Tensor
@@ -129,29 +129,36 @@ def simplex_witness(
 ) -> SimplexWitness:
     """Construct a row-stochastic A' with A'T = AT, far from A.
 
-    A row first moves within the left null space of [T, 1] towards higher entropy plus a random
+    A row first moves within the left null space of `[T, 1]` towards higher entropy plus a random
     direction, then uphill in total variation. Directions are projected in the metric of the row's
     own entries (affine scaling), so that small probabilities do not block the way; the last step
     ends where an entry reaches zero. Entries that are zero stay zero.
 
     Args:
-        attention: Attention probabilities A, [B, H, Q, K].
-        value: Values V, [B, H, K, D].
-        mask: Boolean, True = may attend, broadcastable to [B, H, Q, K]; may vary by row.
-        projection: Output projection per head, [H, D, M]; matters only if its rank is below D.
-        rtol: Relative tolerance of the numerical rank, in [1e-7, 1).
-        cross: Queries and keys are different tokens, even where there are as many.
-        generator: Source of the first direction; a fixed seed by default.
+        attention: attention probabilities A, `[B, H, Q, K]`.
+        value: values V, `[B, H, K, D]`.
+        mask: bool, True = may attend, broadcastable to `[B, H, Q, K]`; may vary by row.
+        projection: output projection per head, `[H, D, M]`; matters only if its rank is below D.
+        rtol: relative threshold for the numerical rank, in `[1e-7, 1)`.
+        cross: whether queries and keys are different tokens, even where there are as many.
+        generator: source of the first direction; a fixed seed by default.
 
     Returns:
         A' with its residual and distances; A' = A where none exists.
 
     Raises:
-        InputError: If shapes do not fit together.
+        InputError: if shapes do not fit together.
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1.
         Dikin, "Iterative solution of problems of linear and quadratic programming", 1967.
+
+    Example:
+        >>> attention = torch.tensor([[[[0.5, 0.3, 0.2]]]])
+        >>> value = torch.tensor([[[[1.0], [1.0], [0.0]]]])  # the first two values are equal
+        >>> found = simplex_witness(attention, value)
+        >>> found.exists, found.total_variation  # what went to the second goes to the first
+        (tensor([[True]]), tensor([[[0.3000]]], dtype=torch.float64))
     """
     if attention.ndim != 4 or attention.shape[:2] + attention.shape[3:] != value.shape[:3]:
         raise InputError(
@@ -484,13 +491,13 @@ def _farthest_rows(
     """Move rows far from where they are, keeping their products with the basis.
 
     Args:
-        attention: Rows A, [B, H, Q, K].
-        basis: Columns to stay orthogonal to, [B, H, G, K, R].
-        free: Rows that may move, [B, H, Q].
-        generator: Source of the first direction.
+        attention: rows A, `[B, H, Q, K]`.
+        basis: columns to stay orthogonal to, `[B, H, G, K, R]`.
+        free: rows that may move, `[B, H, Q]`.
+        generator: source of the first direction.
 
     Returns:
-        Rows A' ≥ 0, [B, H, Q, K].
+        Rows A' ≥ 0, `[B, H, Q, K]`.
     """
     shape, device = attention.shape, generator.device
     noise = torch.randn(shape, generator=generator, dtype=attention.dtype, device=device)
@@ -521,6 +528,6 @@ def _null_step(rows: Tensor, basis: Tensor, uphill: Tensor) -> Tensor:
 
 
 def _room(rows: Tensor, step: Tensor) -> Tensor:
-    """Return the largest multiple of the step that keeps rows ≥ 0, [B, H, Q, 1]; 0 for none."""
+    """Return the largest multiple of the step that keeps rows ≥ 0, `[B, H, Q, 1]`; 0 for none."""
     limits = torch.where(step < 0, rows / -step, torch.inf).amin(-1, keepdim=True)
     return limits.masked_fill(limits.isinf(), 0.0)

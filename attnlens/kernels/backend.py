@@ -26,15 +26,15 @@ def resolve(
 
     Args:
         backend: `"auto"` takes Triton where it can run and PyTorch elsewhere.
-        device: Where the tensors are.
-        dtype: Their type; float64 is left to PyTorch.
-        width: The largest head dimension or rank; above 128 is left to PyTorch.
+        device: where the tensors are.
+        dtype: their type; float64 is left to PyTorch.
+        width: the largest head dimension or rank; above 128 is left to PyTorch.
 
     Returns:
         `"torch"` or `"triton"`.
 
     Raises:
-        InputError: If the name is unknown, or Triton was asked for and cannot run this call.
+        InputError: if the name is unknown, or Triton was asked for and cannot run this call.
     """
     if backend not in {"auto", "torch", "triton"}:
         raise InputError(f"backend must be 'auto', 'torch' or 'triton'. Got {backend!r}")

@@ -14,14 +14,14 @@ def check_tensor(
     """Check that a floating-point tensor has four dimensions, the given sizes and a device.
 
     Args:
-        name: The argument's name, for the message.
-        tensor: The argument.
-        letters: Its shape in letters, for the message.
-        sizes: The size that each dimension must have; None leaves it free.
-        like: The tensor whose device it must share.
+        name: the argument's name, for the message.
+        tensor: the argument.
+        letters: its shape in letters, for the message.
+        sizes: the size that each dimension must have; None leaves it free.
+        like: the tensor whose device it must share.
 
     Raises:
-        InputError: If it is not so.
+        InputError: if it is not so.
     """
     sizes = sizes or (None,) * 4
     fits = tensor.ndim == 4 and all(
@@ -45,7 +45,7 @@ def check_device(name: str, tensor: Tensor, like: Tensor) -> None:
     """Check that a tensor lies on the same device as another.
 
     Raises:
-        InputError: If it does not.
+        InputError: if it does not.
     """
     if tensor.device != like.device:
         raise InputError(
@@ -57,15 +57,15 @@ def head_mask(name: str, mask: Tensor | None, sizes: tuple[int, int, int]) -> Te
     """Check a token mask `[B, N]` or `[B, 1|H, N]`.
 
     Args:
-        name: The argument's name, for the message.
-        mask: Boolean, True = real token; or None.
+        name: the argument's name, for the message.
+        mask: boolean, True = real token; or None.
         sizes: B, H and N.
 
     Returns:
         The mask as a view `[B, H, N]`, or None.
 
     Raises:
-        InputError: If it is not boolean or does not fit.
+        InputError: if it is not boolean or does not fit.
     """
     if mask is None:
         return None
@@ -86,17 +86,17 @@ def broadcastable(
     """Check a mask or bias that must broadcast to `[B, H, Q, K]` and give it four dimensions.
 
     Args:
-        name: The argument's name, for the message.
-        tensor: The mask or bias; or None.
+        name: the argument's name, for the message.
+        tensor: the mask or bias; or None.
         shape: B, H, Q and K.
-        boolean: Whether it must be boolean (a mask) or floating point (a bias).
+        boolean: whether it must be boolean (a mask) or floating point (a bias).
 
     Returns:
         A view with four dimensions, the last of size K, the others full, or 1 where nothing
         depends on them; or None.
 
     Raises:
-        InputError: If its type is wrong or it does not broadcast.
+        InputError: if its type is wrong or it does not broadcast.
     """
     if tensor is None:
         return None

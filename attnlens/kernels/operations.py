@@ -104,11 +104,11 @@ def row_statistics(
         query: `[B, H, Q, D]`.
         key: `[B, Hkv, K, D]`, Hkv dividing H.
         basis: `[B, Hkv, K, R]`, the vectors u_j of the coordinates; its own Hkv divides H.
-        mask: Boolean, True = may attend, broadcastable to `[B, H, Q, K]`.
-        bias: Added to the scaled logits, broadcastable to `[B, H, Q, K]`. Entries below −5e29
+        mask: boolean, True = may attend, broadcastable to `[B, H, Q, K]`.
+        bias: added to the scaled logits, broadcastable to `[B, H, Q, K]`. Entries below −5e29
             count as masked.
-        causal: Key j is hidden from row i < j, beside the mask.
-        scaling: Factor of the logits, usually 1 / √D.
+        causal: key j is hidden from row i < j, beside the mask.
+        scaling: factor of the logits, usually 1 / √D.
         backend: `"auto"`, `"torch"` or `"triton"`.
 
     Returns:
@@ -116,7 +116,7 @@ def row_statistics(
         `[B, H, Q, R]`.
 
     Raises:
-        InputError: If a shape, a type or the backend does not fit.
+        InputError: if a shape, a type or the backend does not fit.
 
     References:
         Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv 1805.02867.
@@ -140,9 +140,10 @@ def row_statistics(
             check_device(name, tensor, query)
     module = _load("rows", backend, query, width)
     with torch.cuda.device_of(query):
-        return module.row_statistics(
+        rows: RowStatistics = module.row_statistics(
             query, key, basis, mask=mask, bias=bias, causal=causal, scaling=scaling
         )
+    return rows
 
 
 @torch.no_grad()
@@ -165,19 +166,19 @@ def effective_reduce(
     Args:
         coordinates: C, `[B, H, Q, R]`.
         basis: U, `[B, H, K, R]`, zero at masked keys.
-        rows: Boolean `[B, Q]` or `[B, 1|H, Q]`, True = count this row; the others may hold
+        rows: boolean `[B, Q]` or `[B, 1|H, Q]`, True = count this row; the others may hold
             anything and enter as zeros.
         labels: int64 `[B, K]` in [0, number_of_labels), the label of each key.
-        number_of_labels: Needed with `labels`.
-        top_k: How many entries of largest magnitude to return per head.
-        maps: Return A⊥ itself, `[B, H, Q, K]`.
+        number_of_labels: needed with `labels`.
+        top_k: how many entries of largest magnitude to return per head.
+        maps: return A⊥ itself, `[B, H, Q, K]`.
         backend: `"auto"`, `"torch"` or `"triton"`.
 
     Returns:
         Absolute column sums `[B, H, K]` and whatever else was asked for.
 
     Raises:
-        InputError: If a shape, a type or the backend does not fit.
+        InputError: if a shape, a type or the backend does not fit.
     """
     check_tensor("coordinates", coordinates, "B H Q R", like=coordinates)
     batch, heads, queries, rank = coordinates.shape

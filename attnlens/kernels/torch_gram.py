@@ -233,7 +233,8 @@ def reorthogonalise(rows: Tensor, factor: Tensor) -> Tensor:
     gram = basis.mT @ basis
     unused = factor.eq(0).all(-2)  # columns beyond the rank
     lower = torch.linalg.cholesky(gram + torch.diag_embed(unused.to(gram.dtype)))
-    return torch.linalg.solve_triangular(lower.mT, factor, upper=True, left=False)
+    refined: Tensor = torch.linalg.solve_triangular(lower.mT, factor, upper=True, left=False)
+    return refined
 
 
 def _proven(bound: Tensor, info: Tensor, threshold: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def _keep_largest(found: Tensor, place: Tensor, largest: Tensor, places: Tensor)
 
 
 def entries(coordinates: Tensor, basis: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return values, rows and columns of the entries of C Uᵀ at flat places, each [B, H, k]."""
+    """Return values, rows and columns of the entries of C Uᵀ at flat places, each `[B, H, k]`."""
     queries = places // basis.shape[-2]
     keys = places % basis.shape[-2]
     rows = coordinates.gather(-2, queries[..., None].expand(*places.shape, basis.shape[-1]))

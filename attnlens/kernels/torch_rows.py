@@ -34,10 +34,9 @@ def row_statistics(
         folded = row_statistics(
             query, key, basis, mask=None, bias=None, causal=causal, scaling=scaling
         )
-        *sums, coordinates = (
+        return RowStatistics._make(
             part if part is None else part[0].unflatten(0, (batch, heads)) for part in folded
         )
-        return RowStatistics(*sums, coordinates)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     statistics = query.new_zeros((5, batch, heads, queries), dtype=dtype)
     statistics[0] = MASKED
@@ -59,7 +58,7 @@ def row_statistics(
     statistics[0].masked_fill_(empty, -torch.inf)
     if coordinates is not None:
         coordinates.masked_fill_(empty[..., None], 0.0)
-    return RowStatistics(*statistics, coordinates)
+    return RowStatistics._make([*statistics, coordinates])
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class _AttendedKeys:
         return cls(positions, columns, select(key), selected, mask, bias, masking)
 
     def hidden(self, heads: slice, rows: slice, block: slice, causal: bool) -> Tensor | None:
-        """Return which keys of a block rows may not attend to, [1|h, 1|q, k], or None."""
+        """Return which keys of a block rows may not attend to, `[1|h, 1|q, k]`, or None."""
         positions = self.positions[block]
         hidden = None if self.mask is None else ~self._of_block(self.mask, heads, rows, block)
         if self.masking_bias and self.bias is not None:
@@ -124,7 +123,7 @@ class _AttendedKeys:
     def logit_bias(
         self, heads: slice, rows: slice, block: slice, hidden: Tensor | None
     ) -> Tensor | None:
-        """Return what is added to the scaled logits of a block, [1|h, 1|q, k], or None."""
+        """Return what is added to the scaled logits of a block, `[1|h, 1|q, k]`, or None."""
         added = None
         if self.bias is not None:
             added = self._of_block(self.bias, heads, rows, block).to(self.key.dtype)
@@ -134,7 +133,7 @@ class _AttendedKeys:
         return torch.where(hidden, MASKED, self.key.new_zeros(()) if added is None else added)
 
     def _of_block(self, tensor: Tensor, heads: slice, rows: slice, block: slice) -> Tensor:
-        """Return the block's part of a tensor [1|H, 1|Q, K]."""
+        """Return the block's part of a tensor `[1|H, 1|Q, K]`."""
         tensor = tensor[heads] if len(tensor) > 1 else tensor
         tensor = tensor[:, rows] if tensor.shape[1] > 1 else tensor
         if isinstance(self.columns, Tensor):
@@ -159,7 +158,7 @@ def _fill_example(
     statistics: Tensor,
     coordinates: Tensor | None,
 ) -> None:
-    """Write the statistics [5, H, Q] and the coordinates [H, Q, R] of one example."""
+    """Write the statistics `[5, H, Q]` and the coordinates `[H, Q, R]` of one example."""
     heads, queries, _ = query.shape
     count = len(keys.positions)
     buffers = query.new_empty((2, tile_elements(heads, queries, count)))
@@ -245,7 +244,7 @@ class _ExponentialSums:
         )
 
     def statistics(self) -> Tensor:
-        """Return log-sum-exp, centred squares, entropy, maximum and size, [5, h, q]."""
+        """Return log-sum-exp, centred squares, entropy, maximum and size, `[5, h, q]`."""
         logarithm = self.total.log()
         entropy = (logarithm - self.weighted / self.total).clamp_min_(0.0)
         centred = self.centred / self.total.square()

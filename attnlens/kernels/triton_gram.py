@@ -6,7 +6,7 @@ One program holds one head: its Gram matrix is a single tile of float64 register
 misjudge ranks and need a second orthogonalisation pass for every head, not for a few.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """Eigenvalues and eigenvectors of a symmetric tile on the chip."""
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 import triton
 import triton.language as tl

@@ -1,6 +1,6 @@
 """Statistics of attention rows in one streaming pass: the Triton kernel."""
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 import torch
 import triton
@@ -74,7 +74,7 @@ def row_statistics(
         num_warps=8,
         num_stages=2,
     )
-    return RowStatistics(*statistics, None if basis is None else coordinates)
+    return RowStatistics._make([*statistics, None if basis is None else coordinates])
 
 
 def _strides(name: str, axes: str, tensor: Tensor) -> dict[str, int]:
@@ -87,7 +87,7 @@ def _strides(name: str, axes: str, tensor: Tensor) -> dict[str, int]:
 
 def _block(width: int) -> int:
     """Return the columns of a tile: a power of two, 16 at least, as ``tl.dot`` needs."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, int(triton.next_power_of_2(width)))
 
 
 def _native_dot(query: Tensor, key: Tensor) -> bool:

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from attnlens import HeadStatistics, Lens
-from attnlens.algebra.closed_forms import pearson
+from attnlens.attention.statistics import pooled_correlation
 from examples.paper.published import compare
 from examples.paper.setting import Encoded, Setting, prepare, report
 
 BIN = 8  # tokens
 READ_OFF = (64, 70, 80, 90, 100, 110, 120, 128)  # lengths at which the figure was read
-SUMS = ("entries", "total", "square", "effective_total", "effective_square")
 
 
 def run(setting: Setting) -> dict[str, Any]:
@@ -65,7 +64,8 @@ def correlate(setting: Setting, encoded: Encoded) -> float:
         for inputs, _ in setting.batches([encoded]):
             setting.model.model(**inputs)
     layers = statistics.sums.values()
-    return float(pearson(*(sum(layer[name].sum() for layer in layers) for name in SUMS)))
+    names = next(iter(layers))
+    return float(pooled_correlation({n: sum(layer[n].sum() for layer in layers) for n in names}))
 
 
 def by_length(lengths: list[int], found: list[float], width: int) -> list[dict[str, Any]]:

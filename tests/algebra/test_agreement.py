@@ -578,7 +578,6 @@ def test_maps_and_ranks_of_difficult_calls_agree(drawn: Draw) -> None:
 
 def assert_close(name: str, found: Tensor, expected: Tensor) -> None:
     """Equal to the bar; a correlation where its variance is not rounding."""
-    bar = {"condition": 1e-4}.get(name, 1e-5)
     torch.testing.assert_close(
-        found, expected, rtol=bar, atol=1e-6, equal_nan=True, msg=lambda text: f"{name}: {text}"
+        found, expected, rtol=1e-5, atol=1e-6, equal_nan=True, msg=lambda text: f"{name}: {text}"
     )

@@ -348,6 +348,44 @@ def test_cross_attention_with_fewer_queries() -> None:
     assert relative(again - attention, attention) > 0.045
 
 
+def test_constant_values_give_every_softmax_the_same_output() -> None:
+    query, key, value = random_heads(1, 2, 9, 3, 4)
+    value[0, 0] = torch.tensor([1.0, -2.0, 3.0, 0.1], dtype=torch.float64)  # equal up to rounding
+    value[0, 0] *= 1 + 1e-15 * normal(9, 1, seed=9)
+    found = softmax_witness(query, key, value, distance=0.2)
+    assert found.exists.all() and found.converged.all()
+    assert (found.residual <= 1e-10).all() and (found.distance > 0.19).all()
+    assert_softmax_witness(found, query, key, value, (0, 0), 9, 3**-0.5)
+
+
+def test_rows_at_a_single_key_do_not_move_and_say_so() -> None:
+    query, key, value = random_heads(1, 2, 9, 3, 4)
+    query[0, 1] *= 1e5
+    found = softmax_witness(query, key, value)
+    assert found.exists.all() and found.converged.tolist() == [[True, False]]
+    assert found.single.tolist() == [[0.0, 1.0]] and found.distance[0, 1] == 0
+    assert "Every row attends to a single key" in found.verdict(0, 1)
+    assert "differs from A by 0.0" in found.verdict(0, 0)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_projection_of_lower_rank_has_witnesses_of_its_own(rank: int) -> None:
+    """At n = D + 1 only a head whose projection cannot read all of V has alternatives."""
+    query, key, value = random_heads(1, 2, 5, 4, 4)
+    projection = normal(2, 4, 9)
+    projection[1, rank:] = 0
+    found = softmax_witness(query, key, value, projection=projection)
+    assert found.exists.tolist() == [[False, True]] == found.converged.tolist()
+    assert "No head of this width" in found.verdict(0, 0)
+    reached = value[0, 1] @ projection[1]
+    attention = softmax(query[0, 1], key[0, 1], scale=0.5)
+    again = softmax(found.query[0, 1], found.key[0, 1], scale=0.5)
+    residual = relative((again - attention) @ reached, attention @ reached)
+    assert residual <= 1e-10
+    assert relative((again - attention) @ value[0, 1], attention @ value[0, 1]) > 1e-3
+    assert found.residual[0, 1].item() == pytest.approx(residual, abs=1e-12)
+
+
 def test_changes_of_basis_do_not_count_as_movement() -> None:
     """The same A from other (Q, K) gives a witness as far away, measured on A."""
     query, key, value = random_heads(1, 1, 10, 4, 4)

@@ -1,0 +1,117 @@
+"""Statistics and label attention of plain tensors, for those who have no model at hand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnlens.algebra.null_space import null_space
+from attnlens.algebra.problem import Problem, plain_problem
+from attnlens.attention.label_sums import LabelMeans, label_means, label_members
+from attnlens.attention.statistics import example_fields
+from attnlens.errors import InputError
+
+
+@torch.no_grad()
+def head_statistics(
+    attention: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    projection: Tensor | None = None,
+    rtol: float | None = None,
+    *,
+    cross: bool = False,
+) -> dict[str, Tensor]:
+    """Compute what `HeadStatistics` averages, for every example and head.
+
+    Args:
+        attention: `[B, H, Q, K]` attention probabilities before dropout.
+        value: `[B, H, K, D]` value vectors as the model multiplies them by A.
+        mask: bool, broadcastable to `[B, H, Q, K]`, True where a query may attend.
+        projection: `[H, D, M]` per-head slice of the output projection; None takes T = V.
+        rtol: relative threshold for the numerical rank, in `[1e-7, 1)`; by default
+            `max(n, D) · eps(float32)`, n the number of real keys.
+        cross: whether queries and keys are different tokens, even where there are as many.
+
+    Returns:
+        `[B, H]` float64 by name, see :class:`~attnlens.attention.HeadStatisticsResult`.
+
+    Raises:
+        InputError: if shapes, types or the threshold do not fit.
+        NonFiniteError: if a value that is attended to, or the projection, is not finite.
+
+    References:
+        Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
+
+    Example:
+        >>> attention = torch.tensor([[[[0.5, 0.3, 0.2]]]])
+        >>> value = torch.tensor([[[[1.0], [1.0], [0.0]]]])  # the first two values are equal
+        >>> head_statistics(attention, value)["effective_fraction"]
+        tensor([[0.8421]], dtype=torch.float64)
+    """
+    posed = _posed(attention, value, mask, projection, rtol, cross)
+    return example_fields(posed, *null_space(posed, with_rows=True))
+
+
+@torch.no_grad()
+def label_attention(
+    attention: Tensor,
+    value: Tensor,
+    labels: Tensor,
+    num_labels: int,
+    mask: Tensor | None = None,
+    projection: Tensor | None = None,
+    *,
+    cross: bool = False,
+) -> LabelMeans:
+    """Average raw and effective attention to each of G labels over query rows.
+
+    Args:
+        attention: `[B, H, Q, K]` attention probabilities before dropout.
+        value: `[B, H, K, D]` value vectors as the model multiplies them by A.
+        labels: `[B, K]` integer label of every key; those not in 0 … G − 1 are left out.
+        num_labels: G.
+        mask: bool, broadcastable to `[B, H, Q, K]`, True where a query may attend.
+        projection: `[H, D, M]` per-head slice of the output projection; None takes T = V.
+        cross: whether queries and keys are different tokens, even where there are as many.
+
+    Returns:
+        Raw and effective means, `[B, H, G]` float64.
+
+    Raises:
+        InputError: if shapes or types do not fit.
+        NonFiniteError: if a value that is attended to, or the projection, is not finite.
+
+    References:
+        Brunner et al., ICLR 2020, figures 1b, 1c and 5.
+
+    Example:
+        >>> attention = torch.tensor([[[[0.5, 0.3, 0.2]]]])
+        >>> value = torch.tensor([[[[1.0], [1.0], [0.0]]]])
+        >>> label_attention(attention, value, torch.tensor([[0, 1, 1]]), 2).effective
+        tensor([[[0.4000, 0.4000]]], dtype=torch.float64)
+    """
+    posed = _posed(attention, value, mask, projection, None, cross)
+    return label_means(posed, label_members(labels, posed.support.keys, num_labels))
+
+
+def _posed(
+    attention: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    projection: Tensor | None,
+    rtol: float | None,
+    cross: bool,
+) -> Problem:
+    shapes = attention.shape, value.shape
+    fits = all(len(shape) == 4 for shape in shapes) and (
+        (*shapes[0][:2], shapes[0][3]) == tuple(shapes[1][:3])
+    )
+    if not fits:
+        raise InputError(
+            f"attention and value must be [B, H, Q, K] and [B, H, K, D]. "
+            f"Got {list(shapes[0])} and {list(shapes[1])}."
+        )
+    return plain_problem(
+        value, shapes[0][2], attention, mask=mask, projection=projection, rtol=rtol, cross=cross
+    )
