@@ -34,7 +34,7 @@ from typer.testing import CliRunner
 from attnlens import AttnLensWarning, HeadStatistics, InputError, Lens
 from attnlens.cli.commands import app
 from attnlens.demo import model_folder, paragraphs
-from attnlens.reporting.head_table import explanation, head_table
+from attnlens.reporting.tables import explanation, head_table
 from attnlens.saving import load, read_header
 from attnlens.texts.loading import load_text_model
 from attnlens.texts.reading import read_examples
