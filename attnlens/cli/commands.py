@@ -43,7 +43,10 @@ if TYPE_CHECKING:
     FieldName = str
 else:  # the choices are known when the program runs
     FieldName = Literal[FIELDS]
-Field = Annotated[FieldName, typer.Option("--field", metavar="NAME", help="Quantity to show.")]
+Field = Annotated[
+    FieldName,
+    typer.Option("--field", metavar="NAME", help=f"Quantity to show: {', '.join(FIELDS)}."),
+]
 Output = Annotated[
     Path | None,
     typer.Option("--output", metavar="DIR", help="Write safetensors and JSON into this folder."),

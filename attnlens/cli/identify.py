@@ -91,7 +91,7 @@ def _show(result: Identification) -> None:
         longest = max(result.heads, key=lambda layer: layer.longest)
         console.print(f"The longest text, {longest.site}, head 0: {longest.verdict}\n")
     if result.witnesses:
-        console.print(_witness_table(result))
+        console.print(_witness_table(result), "")
         for reason in dict.fromkeys(layer.reason for layer in result.witnesses if layer.reason):
             say(reason, "note")
     if result.tokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.color import Color
@@ -55,7 +55,8 @@ def text_table(
     """
     table = Table(box=None, padding=(0, 0, 0, gap), pad_edge=False, header_style="dim")
     for name in columns:
-        table.add_column(Text(name), justify="left" if name in left else "right")
+        justify: Literal["left", "right"] = "left" if name in left else "right"
+        table.add_column(Text(name), justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*(Text(entry) if isinstance(entry, str) else entry for entry in row))
     heading = Text(title, style="bold") if isinstance(title, str) else title
