@@ -90,7 +90,7 @@ def report(
         str | None,
         typer.Option("--heads", help="Heads with maps in the report, as in 0,3; by default all."),
     ] = None,
-    shown: Annotated[
+    examples: Annotated[
         int,
         typer.Option("--examples", min=1, help="Examples with maps in the report, from the first."),
     ] = PageContent.examples,
@@ -119,7 +119,9 @@ def report(
     if html is None and (heads or attribution or identifiability):
         raise InputError("--heads, --attribution and --identifiability need --html.")
     _prepare(output, html)
-    content = PageContent(_heads(heads), shown, max_tokens, megabytes, attribution, identifiability)
+    content = PageContent(
+        _heads(heads), examples, max_tokens, megabytes, attribution, identifiability
+    )
     places = _layers(layers)
     texts = read_examples(text, lines)
     with bars() as progress:
@@ -129,7 +131,7 @@ def report(
             layers=places,
             batch_size=batch_size,
             max_length=max_length,
-            page=None if html is None else content,
+            page=None if html is None else PageContent(*shown),
             about={"text": text, "lines": lines},
             progress=progress,
         )

@@ -109,8 +109,8 @@ def choose_heads(
         seeds=[seed],
     )
     last = curve.points[-1]
-    given = {"seed": seed, "score": score, "fraction": fraction, "per_layer": per_layer}
-    settings = {**(about or {}), **given}
+    options = {"seed": seed, "score": score, "fraction": fraction, "per_layer": per_layer}
+    settings = {**(about or {}), **options}
     return HeadChoice(text_model, last.plan, curve.heads, last.value, settings, batches[0])
 
 

@@ -89,7 +89,7 @@ def report_heads(
     """
     text_model = reader(model, progress)
     layers = None if layers is None else tuple(layers)
-    given = {"batch_size": batch_size, "max_length": max_length, "layers": layers}
+    options = {"batch_size": batch_size, "max_length": max_length, "layers": layers}
     if page is not None:  # first, because it may be refused
         closely = look_closely(text_model, texts, page, layers, max_length, progress)
     collectors = [token_collector(text_model)] if page and page.identifiability else []
@@ -100,7 +100,7 @@ def report_heads(
             pass
     report = HeadReport(
         text_model.name,
-        {**(about or {}), **given},
+        {**(about or {}), **options},
         len(texts),
         tokenised.truncated,
         observer.compute(),

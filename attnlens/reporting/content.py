@@ -11,7 +11,6 @@ from attnlens.attribution.contributions import AttributionMatrices
 from attnlens.errors import InputError
 from attnlens.reporting.examples import (
     ExampleAttribution,
-    LayerKey,
     attribution_by_example,
     maps_by_example,
     tokens_by_example,
@@ -19,7 +18,7 @@ from attnlens.reporting.examples import (
 from attnlens.reporting.fitting import DECIMALS, Detail, MapBlocks, notes_on
 from attnlens.reporting.fixed_point import packed, whole
 from attnlens.reporting.grids import head_grids, layer_curves
-from attnlens.results import LayeredResult
+from attnlens.results import LayeredResult, LayerKey
 
 SHARE_DECIMALS = 4  # of contributions: hundredths of a percent
 
@@ -59,8 +58,8 @@ class Content:
         self._blocks = MapBlocks(maps_by_example(maps, layers, heads))
         self._attributions = attribution_by_example(matrices)
         keys = [key for result in layered for key in result.layers]
-        keys += [seen.layer for seen in self._blocks.maps]
-        keys += [key for seen in self._attributions for key in seen.layers]
+        keys += [example.layer for example in self._blocks.maps]
+        keys += [key for example in self._attributions for key in example.layers]
         if not keys:
             raise InputError(
                 "There is nothing to show. Pass a lens that has looked, observers, or results."
@@ -106,7 +105,9 @@ class Content:
             "curves": self._curves,
             "decimals": detail.decimals,
             "maps": self._maps(detail, texts),
-            "attribution": [self._attribution(seen, detail.tokens) for seen in self._attributions],
+            "attribution": [
+                self._attribution(example, detail.tokens) for example in self._attributions
+            ],
             "notes": [],
         }
 
@@ -115,25 +116,25 @@ class Content:
             return []
         return [
             {
-                "example": seen.example,
-                "layer": self._keys.index(seen.layer),
-                "heads": self._blocks.heads_of(seen, detail),
-                "rows": min(seen.raw.shape[1], detail.tokens),
-                "columns": min(seen.raw.shape[2], detail.tokens),
+                "example": example.index,
+                "layer": self._keys.index(example.layer),
+                "heads": self._blocks.heads_of(example, detail),
+                "rows": min(example.raw.shape[1], detail.tokens),
+                "columns": min(example.raw.shape[2], detail.tokens),
                 "packed": text,
             }
-            for seen, text in zip(self._blocks.maps, texts, strict=True)
+            for example, text in zip(self._blocks.maps, texts, strict=True)
             if text
         ]
 
-    def _attribution(self, seen: ExampleAttribution, tokens: int) -> dict[str, Any]:
-        sources, targets = seen.sources < tokens, seen.targets < tokens
-        shown = seen.contribution[:, sources][..., targets]
+    def _attribution(self, example: ExampleAttribution, tokens: int) -> dict[str, Any]:
+        sources, targets = example.sources < tokens, example.targets < tokens
+        shown = example.contribution[:, sources][..., targets]
         return {
-            "example": seen.example,
-            "layers": [self._keys.index(key) for key in seen.layers],
-            "sources": seen.sources[sources].tolist(),
-            "targets": seen.targets[targets].tolist(),
+            "example": example.index,
+            "layers": [self._keys.index(key) for key in example.layers],
+            "sources": example.sources[sources].tolist(),
+            "targets": example.targets[targets].tolist(),
             "packed": packed([whole(shown, SHARE_DECIMALS)]),
         }
 

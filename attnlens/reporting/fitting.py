@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnlens.reporting.examples import ExampleMaps, LayerKey
+from attnlens.reporting.examples import ExampleMaps
 from attnlens.reporting.fixed_point import map_planes, packed
+from attnlens.results import LayerKey
 
 DECIMALS = (6, 5, 4, 3)
 LEAST_TOKENS = 32
@@ -43,7 +44,7 @@ class MapBlocks:
 
     def __init__(self, maps: Sequence[ExampleMaps]) -> None:
         self.maps = maps
-        self._order = sorted({seen.example for seen in maps})
+        self._order = sorted({example.index for example in maps})
         self._ranking = _by_null_share(maps)
         self._densities: dict[int, float] = {}
         self.examples = len(self._order)
@@ -67,30 +68,30 @@ class MapBlocks:
         budget = float(room)
         while True:
             detail = next(d for d in self._coarser(finest) if self._estimate(d) <= max(0, budget))
-            blocks = [self.packed(seen, detail) for seen in self.maps]
+            blocks = [self.packed(example, detail) for example in self.maps]
             size = sum(
-                len(block) + _frame(len(seen.heads))
-                for seen, block in zip(self.maps, blocks, strict=True)
+                len(block) + _frame(len(example.heads))
+                for example, block in zip(self.maps, blocks, strict=True)
                 if block
             )
             if size <= room or not detail.examples:
                 return detail, blocks
             budget = 0.98 * min(budget, self._estimate(detail)) * room / size
 
-    def packed(self, seen: ExampleMaps, detail: Detail) -> str:
+    def packed(self, example: ExampleMaps, detail: Detail) -> str:
         """Pack the maps of one block."""
-        heads = self.heads_of(seen, detail)
+        heads = self.heads_of(example, detail)
         if not heads:
             return ""
-        window = ([seen.heads.index(head) for head in heads], slice(detail.tokens))
-        raw, effective = (m[window][..., : detail.tokens] for m in (seen.raw, seen.effective))
+        window = ([example.heads.index(head) for head in heads], slice(detail.tokens))
+        raw, effective = (m[window][..., : detail.tokens] for m in (example.raw, example.effective))
         return packed(map_planes(raw, effective, detail.decimals))
 
-    def heads_of(self, seen: ExampleMaps, detail: Detail) -> list[int]:
+    def heads_of(self, example: ExampleMaps, detail: Detail) -> list[int]:
         """Heads of a block that are included, ascending."""
-        if self._order.index(seen.example) >= detail.examples:
+        if self._order.index(example.index) >= detail.examples:
             return []
-        return sorted(set(self._ranking[seen.layer][: detail.heads]) & set(seen.heads))
+        return sorted(set(self._ranking[example.layer][: detail.heads]) & set(example.heads))
 
     def _coarser(self, finest: Detail) -> Iterator[Detail]:
         """Every detail worth trying, finest first; the last is nothing at all."""
@@ -98,7 +99,7 @@ class MapBlocks:
         for decimals in DECIMALS:
             detail = replace(finest, decimals=decimals)
             yield detail
-        longest = max((max(seen.raw.shape[1:]) for seen in self.maps), default=0)
+        longest = max((max(example.raw.shape[1:]) for example in self.maps), default=0)
         for tokens in range(min(longest, finest.tokens) - 1, LEAST_TOKENS - 1, -1):
             detail = replace(detail, tokens=tokens)
             yield detail
@@ -111,20 +112,20 @@ class MapBlocks:
     def _estimate(self, detail: Detail) -> float:
         """Bytes that a detail will take, judged by a sample."""
         density = self._density(detail.decimals)
-        counts = [(seen, len(self.heads_of(seen, detail))) for seen in self.maps]
+        counts = [(example, len(self.heads_of(example, detail))) for example in self.maps]
         return sum(
-            density * heads * _area(seen, detail.tokens) + _frame(heads) + _REMAINS
-            for seen, heads in counts
+            density * heads * _area(example, detail.tokens) + _frame(heads) + _REMAINS
+            for example, heads in counts
             if heads
         )
 
     def _density(self, decimals: int) -> float:
         if decimals not in self._densities:
             step = max(1, len(self.maps) // _SAMPLE)
-            sample = sorted(self.maps, key=lambda seen: seen.raw.numel())[step // 2 :: step]
+            sample = sorted(self.maps, key=lambda example: example.raw.numel())[step // 2 :: step]
             detail = Detail(decimals, 96, self.heads, self.examples)
-            bytes_ = sum(len(self.packed(seen, detail)) for seen in sample)
-            cells = sum(len(seen.heads) * _area(seen, detail.tokens) for seen in sample)
+            bytes_ = sum(len(self.packed(example, detail)) for example in sample)
+            cells = sum(len(example.heads) * _area(example, detail.tokens) for example in sample)
             self._densities[decimals] = bytes_ / max(1, cells)
         return self._densities[decimals]
 
@@ -132,11 +133,11 @@ class MapBlocks:
 def _by_null_share(maps: Sequence[ExampleMaps]) -> dict[LayerKey, list[int]]:
     """Heads of each layer, those with the largest share of null attention first."""
     sums: dict[LayerKey, dict[int, Tensor]] = {}
-    for seen in maps:
-        raw, effective = seen.raw.double(), seen.effective.double()
+    for example in maps:
+        raw, effective = example.raw.double(), example.effective.double()
         squares = torch.stack([(raw - effective).square(), raw.square()]).sum((-2, -1))  # [2, h]
-        of_layer = sums.setdefault(seen.layer, {})
-        for head, pair in zip(seen.heads, squares.unbind(1), strict=True):
+        of_layer = sums.setdefault(example.layer, {})
+        for head, pair in zip(example.heads, squares.unbind(1), strict=True):
             of_layer[head] = of_layer.get(head, 0) + pair
     return {
         layer: sorted(heads, key=lambda head: -float(heads[head][0] / (heads[head][1] or 1.0)))
@@ -144,8 +145,8 @@ def _by_null_share(maps: Sequence[ExampleMaps]) -> dict[LayerKey, list[int]]:
     }
 
 
-def _area(seen: ExampleMaps, tokens: int) -> int:
-    rows, columns = (min(size, tokens) for size in seen.raw.shape[1:])
+def _area(example: ExampleMaps, tokens: int) -> int:
+    rows, columns = (min(size, tokens) for size in example.raw.shape[1:])
     return rows * columns
 
 
