@@ -119,9 +119,7 @@ def report(
     if html is None and (heads or attribution or identifiability):
         raise InputError("--heads, --attribution and --identifiability need --html.")
     _prepare(output, html)
-    content = PageContent(
-        _heads(heads), examples, max_tokens, megabytes, attribution, identifiability
-    )
+    shown = _heads(heads), examples, max_tokens, megabytes, attribution, identifiability
     places = _layers(layers)
     texts = read_examples(text, lines)
     with bars() as progress:

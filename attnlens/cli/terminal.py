@@ -62,7 +62,7 @@ class Commands(TyperGroup):
 def bars() -> Iterator[ingredients.Progress]:
     """Show a bar at the terminal for whatever takes time, one after the other."""
     console = Console(stderr=True)
-    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+    bar = Progress(console=console, transient=True)
 
     def show(doing: str, done: int, total: int) -> None:
         if done == 0:
@@ -74,9 +74,10 @@ def bars() -> Iterator[ingredients.Progress]:
             bar.remove_task(bar.task_ids[0])
 
     try:
-        yield show
+        yield show if console.is_terminal else ingredients.silent
     finally:
-        bar.stop()
+        if bar.task_ids:  # something failed on its way
+            bar.stop()
 
 
 @contextmanager
