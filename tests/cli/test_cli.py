@@ -332,7 +332,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[2]
     return subprocess.run(
         [sys.executable, "-c", code], cwd=root, env={**os.environ, **environment},
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def test_torchrun_needs_no_more_than_the_command(folder: Path, tmp_path: Path) -
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     finished = subprocess.run(
-        [*map(str, run)], capture_output=True, text=True, timeout=300, env=environment
+        [*map(str, run)], capture_output=True, text=True, timeout=3000, env=environment
     )
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("40 records of") == 1  # one of them prints

@@ -260,6 +260,6 @@ def test_recipes_need_neither_typer_nor_rich() -> None:
     absent = "sys.modules['typer'] = sys.modules['rich'] = None"
     code = f"import sys; {absent}; import {', '.join(modules)}"
     finished = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=1800
     )
     assert finished.returncode == 0, finished.stderr
