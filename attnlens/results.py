@@ -143,17 +143,18 @@ def field_of(result: LayeredResult, field: str) -> Tensor:
     return tensors[field]
 
 
-def row_labels(result: LayeredResult) -> list[str]:
+def row_labels(result: LayeredResult, prefix: str = "layer ") -> list[str]:
     """Name each row: the layer index, with the stack where there are several.
 
     Args:
         result: the result.
+        prefix: what stands before an index alone.
 
     Returns:
         One label per row.
     """
     several = len({stack for stack, _ in result.layers}) > 1
-    return [f"{stack} {layer}" if several else f"layer {layer}" for stack, layer in result.layers]
+    return [f"{stack} {layer}" if several else f"{prefix}{layer}" for stack, layer in result.layers]
 
 
 def cell(value: float) -> str:

@@ -19,10 +19,11 @@ import time
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from attnlens import Lens, MapTraining, TokenIdentifiability
 from attnlens.demo import model_folder, paragraphs
-from attnlens.reporting.rates_table import rates_table
+from attnlens.reporting.tables import rates_table
 from attnlens.texts.loading import load_text_model
 
 QUICK = {
@@ -45,7 +46,7 @@ def main() -> None:
     results = [tokens.using("naive").compute()]
     for name, training in (THOROUGH if chosen.thorough else QUICK).items():
         results.append(tokens.using(name, training=training).compute())
-    print(rates_table(results))
+    Console(highlight=False, soft_wrap=True).print(rates_table(results))
     print(f"\n{len(sentences)} sentences, {time.perf_counter() - start:.0f} s")
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from attnlens import HeadStatistics, Lens
 from attnlens.demo import model_folder, paragraphs
-from attnlens.reporting.head_table import explanation, head_table
+from attnlens.reporting.tables import explanation, head_table
 
 PICTURE = Path(__file__).parent / "pictures" / "heads.svg"
 

@@ -19,7 +19,7 @@ def run(example: str, *arguments: str) -> str:
     finished = subprocess.run(
         [sys.executable, ROOT / "examples" / example, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
@@ -47,7 +47,7 @@ def test_picture_draws_every_head(tmp_path):
 def test_the_notebook_runs_and_shows_its_objects(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=1800, kernel_name="python3").execute()
     shown = [
         output["data"]
         for cell in notebook.cells

@@ -37,7 +37,7 @@ LEVELS = (
     {"__init__", "__main__"},
 )
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
-PENDING = {("algebra", "capture"), ("recipes", "cli"), ("recipes", "__init__")}
+PENDING = {("algebra", "capture")}
 CORE = {"torch", "transformers", "numpy", "opt_einsum", "safetensors"}
 EXTRAS_WELCOME = {"cli", "recipes", "reporting", "corpus"}  # may import extras at the top of a file
 TRANSFORMERS_WELCOME = {"pruning", "tap", "texts", "training"}

@@ -2,54 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-import attnlens.demo as packaged
 from attnlens.cli.attribute import attribute
 from attnlens.cli.check import check
 from attnlens.cli.compare import compare
 from attnlens.cli.identify import identify
-from attnlens.cli.options import AsJson, BatchSize, Lines, MaxLength, ModelName, Text
+from attnlens.cli.options import (
+    AsJson,
+    BatchSize,
+    Lines,
+    MaxLength,
+    ModelName,
+    Text,
+    names_in,
+    require_folder,
+)
 from attnlens.cli.prune import prune
-from attnlens.cli.scan import merge, scan_corpus
-from attnlens.cli.terminal import counting, loaded, plain_errors, say
+from attnlens.cli.scan import merge, scan
+from attnlens.cli.terminal import Commands, bars, print_json, say, writing
 from attnlens.errors import InputError
 from attnlens.files import versions
-from attnlens.recipes.page_recipe import (
-    Attribution,
-    Identifiability,
-    Megabytes,
-    Page,
-    PageExamples,
-    PageHeads,
-    PagePath,
-    PageTokens,
-    look_closely,
-    read_heads,
-    write_page,
-)
-from attnlens.recipes.statistics_recipe import FIELDS, Run, Settings, measure
-from attnlens.reporting.head_table import explanation, head_table
-from attnlens.texts.loading import TextModel
+from attnlens.recipes.demonstration import report_demo
+from attnlens.recipes.head_report import FIELDS, HeadReport, report_heads
+from attnlens.recipes.page_content import PageContent
+from attnlens.reporting.tables import explanation, head_table
 from attnlens.texts.reading import read_examples
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (attribute, check, compare, identify, prune):
+app = typer.Typer(
+    cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
+)
+for command in (attribute, check, compare, identify, prune, scan, merge):
     app.command()(command)
-app.command("scan")(scan_corpus)
-app.command()(merge)
 
-Field = Annotated[str, typer.Option("--field", help=f"Quantity to show: {', '.join(FIELDS)}.")]
+if TYPE_CHECKING:
+    FieldName = str
+else:  # the choices are known when the program runs
+    FieldName = Literal[FIELDS]
+Field = Annotated[
+    FieldName,
+    typer.Option("--field", metavar="NAME", help=f"Quantity to show: {', '.join(FIELDS)}."),
+]
 Output = Annotated[
     Path | None,
     typer.Option("--output", metavar="DIR", help="Write safetensors and JSON into this folder."),
+]
+PagePath = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write an interactive report.")
 ]
 
 
@@ -83,24 +86,54 @@ def report(
         typer.Option("--layers", help="Indices or module names, as in 0,3,-1; by default all."),
     ] = None,
     html: PagePath = None,
-    heads: PageHeads = None,
-    shown: PageExamples = 12,
-    max_tokens: PageTokens = 128,
-    megabytes: Megabytes = 10.0,
-    attribution: Attribution = False,
-    identifiability: Identifiability = False,
+    heads: Annotated[
+        str | None,
+        typer.Option("--heads", help="Heads with maps in the report, as in 0,3; by default all."),
+    ] = None,
+    examples: Annotated[
+        int,
+        typer.Option("--examples", min=1, help="Examples with maps in the report, from the first."),
+    ] = PageContent.examples,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="Tokens of an example to show in the report.")
+    ] = PageContent.tokens,
+    megabytes: Annotated[
+        float, typer.Option("--megabytes", min=2.5, help="Largest size of the report.")
+    ] = PageContent.megabytes,
+    attribution: Annotated[
+        bool,
+        typer.Option(
+            "--attribution",
+            help="Put hidden token attribution into the report: seconds per example.",
+        ),
+    ] = False,
+    identifiability: Annotated[
+        bool,
+        typer.Option(
+            "--identifiability",
+            help="Put token identifiability into the report; needs some dozen examples.",
+        ),
+    ] = False,
 ) -> None:
     """Run text through a model and show one number per attention head."""
-    with plain_errors():
-        _check(field, output)
-        if html is None and (heads or attribution or identifiability):
-            raise InputError("--heads, --attribution and --identifiability need --html.")
-        wanted = (read_heads(heads), shown, max_tokens, megabytes, attribution, identifiability)
-        page = None if html is None else Page(html, *wanted)
-        settings = Settings(text, lines, batch_size, max_length, _layers(layers))
-        examples = read_examples(text, lines)
-        run = _run(loaded(model), examples, settings, page)
-        _deliver(run, field, as_json, output)
+    if html is None and (heads or attribution or identifiability):
+        raise InputError("--heads, --attribution and --identifiability need --html.")
+    _prepare(output, html)
+    shown = _heads(heads), examples, max_tokens, megabytes, attribution, identifiability
+    places = _layers(layers)
+    texts = read_examples(text, lines)
+    with bars() as progress:
+        result = report_heads(
+            model,
+            texts,
+            layers=places,
+            batch_size=batch_size,
+            max_length=max_length,
+            page=None if html is None else PageContent(*shown),
+            about={"text": text, "lines": lines},
+            progress=progress,
+        )
+    _deliver(result, field, as_json, output, html)
 
 
 @app.command()
@@ -111,24 +144,22 @@ def demo(
     html: PagePath = None,
 ) -> None:
     """Show the heads of a packaged MiniLM sentence encoder reading twelve paragraphs."""
-    with plain_errors():
-        _check(field, output)
-        model = replace(loaded(str(packaged.model_folder())), name=packaged.MODEL)
-        page = None if html is None else Page(html)
-        run = _run(model, packaged.paragraphs(), Settings(packaged.TEXT), page)
-        if not as_json:
-            layers, heads = run.statistics.rank.shape
-            print(
-                f"You are looking at the {layers} × {heads} attention heads of a sentence encoder "
-                f"while it reads {run.examples} short paragraphs, one number per head.\n"
-            )
-        _deliver(run, field, as_json, output)
+    _prepare(output, html)
+    with bars() as progress:
+        result = report_demo(None if html is None else PageContent(), progress)
+    if not as_json:
+        layers, heads = result.statistics.rank.shape
+        print(
+            f"You are looking at the {layers} × {heads} attention heads of a sentence encoder "
+            f"while it reads {result.examples} short paragraphs, one number per head.\n"
+        )
+    _deliver(result, field, as_json, output, html)
 
 
-def _check(field: str, output: Path | None) -> None:
+def _prepare(output: Path | None, html: Path | None) -> None:
     """Refuse what would fail only after the run."""
-    if field not in FIELDS:
-        raise InputError(f"No field {field!r}. There are: {', '.join(FIELDS)}.")
+    if html is not None:
+        require_folder(html)
     if output is not None:
         try:
             output.mkdir(parents=True, exist_ok=True)
@@ -136,43 +167,43 @@ def _check(field: str, output: Path | None) -> None:
             raise InputError(f"Cannot make the folder {output}: {error.strerror}.") from error
 
 
+def _heads(text: str | None) -> tuple[int, ...] | None:
+    """Read `0,3`."""
+    if text is None:
+        return None
+    names = names_in(text)
+    if not names or not all(name.isdecimal() for name in names):
+        raise InputError(f"heads must be indices, as in 0,3. Got {text!r}.")
+    return tuple(dict.fromkeys(map(int, names)))
+
+
 def _layers(text: str | None) -> tuple[int | str, ...] | None:
     """Read `0,3,-1` or module names."""
     if text is None:
         return None
-    names = [part.strip() for part in text.split(",") if part.strip()]
+    names = names_in(text)
     if not names:
         raise InputError(f"layers must be indices or module names, as in 0,3,-1. Got {text!r}.")
     return tuple(int(name) if name.lstrip("-").isdecimal() else name for name in names)
 
 
-def _run(model: TextModel, examples: Sequence[str], settings: Settings, page: Page | None) -> Run:
-    """Read the examples, and write the interactive report if there is to be one."""
-    seen = None if page is None else look_closely(model, examples, settings, page)
-    collectors = [] if page is None else page.collectors(model)
-    with counting("Reading", len(examples)) as advance:
-        run = measure(model, examples, settings, advance, collectors)
-    if run.truncated:
-        limit = settings.max_length or model.longest
-        say(
-            f"[yellow]note:[/] {run.truncated} of {run.examples} examples were longer than "
-            f"{limit} tokens and were cut there."
-        )
-    if page is not None and seen is not None:
-        write_page(run, page, seen, collectors)
-    return run
-
-
-def _deliver(run: Run, field: str, as_json: bool, output: Path | None) -> None:
-    """Write and print a run."""
+def _deliver(
+    result: HeadReport, field: str, as_json: bool, output: Path | None, html: Path | None
+) -> None:
+    """Write and print a report."""
+    for note in result.notes:
+        say(note, "note")
+    if html is not None and result.page is not None:
+        with writing(html):
+            result.page.save(html)
     if output is not None:
-        run.write(output)
-        say(f"Written to {escape(str(output))}.")
+        with writing(output):
+            result.write(output)
     if as_json:
-        print(run.to_json())
+        print_json(result.to_dict())
         return
-    console = Console(highlight=False)
-    console.print(head_table(run.statistics, field, console.width))
-    console.print(f"\n{escape(explanation(run.statistics, field))}")
-    tokens = run.statistics.tokens.nanmean().item()
-    console.print(f"{run.examples} examples of {tokens:.0f} tokens on average, {escape(run.model)}")
+    console = Console(highlight=False, markup=False)
+    console.print(head_table(result.statistics, field, console.width))
+    console.print(f"\n{explanation(result.statistics, field)}")
+    tokens = result.statistics.tokens.nanmean().item()
+    console.print(f"{result.examples} examples of {tokens:.0f} tokens on average, {result.model}")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from attnlens.errors import InputError
 
 ModelName = Annotated[
     str, typer.Argument(metavar="MODEL_OR_PATH", help="A local folder, or a name on the Hub.")
@@ -22,3 +25,21 @@ MaxLength = Annotated[
     typer.Option("--max-length", help="Tokens per example; by default the model's limit."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def names_in(text: str) -> list[str]:
+    """Read names between commas, as in `0,3,-1`."""
+    return [name for part in text.split(",") if (name := part.strip())]
+
+
+def require_folder(path: Path) -> None:
+    """Refuse a file whose folder does not exist, before a long run.
+
+    Args:
+        path: where a file is to be written.
+
+    Raises:
+        InputError: if it cannot be.
+    """
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"Cannot write {path}: there is no folder {path.parent}.")

@@ -5,32 +5,28 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from attnlens.attention.statistics import HeadStatisticsResult
-from attnlens.cli.options import MaxLength, ModelName
-from attnlens.cli.terminal import loaded, plain_errors, say
-from attnlens.corpus import Corpus, Fields, Scan, merge_shards, named_observer, scan
+from attnlens.cli.options import MaxLength, ModelName, names_in
+from attnlens.cli.terminal import bars, say
+from attnlens.corpus import Corpus, Fields, Scan, merge_shards
 from attnlens.corpus.readers import Format
 from attnlens.corpus.records import Rejected
 from attnlens.corpus.scanning import OnError, Settings
 from attnlens.errors import InputError
+from attnlens.recipes.corpus_scan import scan_corpus
+from attnlens.recipes.ingredients import reader
 from attnlens.recovery.token_identifiability import TokenIdentifiabilityResult
-from attnlens.reporting.head_table import explanation, head_table
-from attnlens.reporting.rates_table import rates_table
-from attnlens.results import cell, row_labels
-from attnlens.texts.loading import TextModel
+from attnlens.reporting.tables import explanation, head_table, layer_table, rates_table
 
-_COLUMNS = 6
 _HAS_TQDM = find_spec("tqdm") is not None
 
 
-def scan_corpus(
+def scan(
     model: ModelName,
     data: Annotated[
         list[Path],
@@ -58,8 +54,7 @@ def scan_corpus(
         typer.Option("--label-names", help="As in NOUN,VERB,[CLS]; by default all there are."),
     ] = None,
     form: Annotated[
-        str | None,
-        typer.Option("--format", help=f"One of {', '.join(get_args(Format))}; else by the suffix."),
+        Format | None, typer.Option("--format", help="Of the files; else by the suffix.")
     ] = None,
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Most examples at once.")
@@ -72,7 +67,7 @@ def scan_corpus(
     ] = Settings.window,
     max_length: MaxLength = None,
     on_error: Annotated[
-        str, typer.Option("--on-error", help="What bad records do: skip or raise.")
+        OnError, typer.Option("--on-error", help="What to do with bad records.")
     ] = "skip",
     shard: Annotated[
         str | None, typer.Option("--shard", metavar="I/N", help="Only a part, I from 0; see merge.")
@@ -85,36 +80,29 @@ def scan_corpus(
     ] = 30.0,
 ) -> None:
     """Scan a corpus with any observers; interrupted, the same command goes on."""
-    with plain_errors():
-        fields = Fields(text_field, pair_field, words_field, labels_field)
-        corpus = Corpus(data, fields, _one_of(Format, form, "--format"))
-        part = None if shard is None else _shard(shard)
-        text_model = loaded(model)
-        names = _label_names(corpus, text_model, label_names)
-        specs = observer or ["head-statistics"]
-        for spec in specs:
-            named_observer(spec, names)  # before a long run
-        result = scan(
-            text_model.model,
-            text_model.tokenizer,
-            corpus,
-            specs,
-            label_names=names,
-            out=out,
-            batch_size=batch_size,
-            batch_tokens=batch_tokens,
-            window=window,
-            max_length=max_length,
-            checkpoint_every=checkpoint_every,
-            resume=resume,
-            on_error=_one_of(OnError, on_error, "--on-error") or "skip",
-            report=_tell,
-            shard=part,
-            progress=Console(stderr=True).is_terminal and _HAS_TQDM,
-            name=text_model.name,
-        )
-        if result.shard.index == 0 or not result.shard.complete:
-            _show(result, out)
+    corpus = Corpus(data, Fields(text_field, pair_field, words_field, labels_field), form)
+    part = None if shard is None else _shard(shard)
+    with bars() as progress:
+        text_model = reader(model, progress)
+    result = scan_corpus(
+        text_model,
+        corpus,
+        observer or ["head-statistics"],
+        label_names=None if label_names is None else names_in(label_names),
+        out=out,
+        batch_size=batch_size,
+        batch_tokens=batch_tokens,
+        window=window,
+        max_length=max_length,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        on_error=on_error,
+        report=_tell,
+        shard=part,
+        progress=Console(stderr=True).is_terminal and _HAS_TQDM,
+    )
+    if result.shard.index == 0 or not result.shard.complete:
+        _show(result, out)
 
 
 def merge(
@@ -124,8 +112,7 @@ def merge(
     ],
 ) -> None:
     """Merge the shards of a corpus that `attnlens scan --shard` scanned one by one."""
-    with plain_errors():
-        _show(merge_shards(out, shards), out)
+    _show(merge_shards(out, shards), out)
 
 
 def _tell(rejected: Rejected) -> None:
@@ -135,14 +122,7 @@ def _tell(rejected: Rejected) -> None:
 
         tqdm.write(str(rejected), file=sys.stderr)
     else:
-        say(escape(str(rejected)))
-
-
-def _one_of(kind: Any, value: str | None, option: str) -> Any:
-    known = get_args(kind)
-    if value is not None and value not in known:
-        raise InputError(f"{option} must be one of {', '.join(known)}. Got {value!r}.")
-    return value
+        say(str(rejected))
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -152,28 +132,18 @@ def _shard(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def _label_names(corpus: Corpus, model: TextModel, given: str | None) -> tuple[str, ...]:
-    """Labels that observers tell apart: as given, or those of the corpus and special tokens."""
-    if given is not None:
-        return tuple(name.strip() for name in given.split(",") if name.strip())
-    if corpus.fields.labels is None:
-        return ()
-    special = model.tokenizer.convert_ids_to_tokens(model.tokenizer("")["input_ids"])
-    return tuple(dict.fromkeys((*corpus.label_names(), *special)))
-
-
 def _show(result: Scan, out: Path) -> None:
     """Print a short summary."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     counts = result.counts
     if result.shard.complete:
-        for name, found in result.results.items():
-            _show_result(name, found, console)
+        for name, entry in result.results.items():
+            _show_result(name, entry, console)
     console.print(
         f"{counts.records:,} records of {counts.tokens / max(counts.records, 1):.0f} tokens on "
         f"average, {counts.truncated:,} of them cut; {counts.rejected:,} rejected"
     )
-    say(f"Written to {escape(str(out))}.")
+    say(f"Written to {out}.")
     if not result.shard.complete:
         index, count = result.shard.index, result.shard.count
         say(f"This is shard {index} of {count}. Take all together with attnlens merge.")
@@ -182,30 +152,8 @@ def _show(result: Scan, out: Path) -> None:
 def _show_result(name: str, result: Any, console: Console) -> None:
     if isinstance(result, HeadStatisticsResult):
         console.print(head_table(result, width=console.width))
-        console.print(f"\n{escape(explanation(result))}\n")
+        console.print(f"\n{explanation(result)}\n")
     elif isinstance(result, TokenIdentifiabilityResult):
-        console.print(escape(rates_table([result])))
+        console.print(rates_table([result]))
     elif hasattr(result, "layers") and hasattr(result, "tensors"):
-        console.print(_layer_table(name, result))
-
-
-def _layer_table(name: str, result: Any) -> Table:
-    """The first quantities of a result, averaged over all but the layers."""
-    table = Table(title=name, title_justify="left", box=None, pad_edge=False)
-    table.add_column("layer", justify="right")
-    rows = len(result.layers)
-    columns = {
-        quantity: tensor.double().reshape(rows, -1).nanmean(1).tolist()
-        for quantity, tensor in result.tensors().items()
-        if tensor.dim() in (1, 2) and len(tensor) == rows
-    }
-    shown = list(columns)[:_COLUMNS]
-    for quantity in shown:
-        table.add_column(quantity.replace("_", " "), justify="right")
-    for row, label in enumerate(row_labels(result)):
-        table.add_row(label, *(_number(columns[quantity][row]) for quantity in shown))
-    return table
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else cell(value)
+        console.print(layer_table(name, result))

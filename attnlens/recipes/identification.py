@@ -1,71 +1,56 @@
-"""What `attnlens identify` finds out about heads and tokens, and how it is written as JSON."""
+"""Can attention be read off a head's output over texts, and tokens off hidden states?"""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from attnlens.attention.recording import Recording
 from attnlens.capture import Capture
-from attnlens.errors import CaptureError, InputError
-from attnlens.files import versions
+from attnlens.errors import AttnLensError, CaptureError, InputError
 from attnlens.identifiability.of_captures import identify, simplex_witness, softmax_witness
-from attnlens.recovery.token_identifiability import TokenIdentifiabilityResult
+from attnlens.lens import Lens, record
+from attnlens.recipes.ingredients import Progress, plain, reader, run_batches, silent
+from attnlens.recovery.map_training import MapTraining
+from attnlens.recovery.token_identifiability import (
+    TokenIdentifiability,
+    TokenIdentifiabilityResult,
+)
+from attnlens.recovery.token_maps import Distance, MapKind
+from attnlens.texts.loading import TextModel, TokenisedTexts
+
+Part = Literal["both", "heads", "tokens"]
+
+MAPS: tuple[MapKind, ...] = get_args(MapKind)
+BRIEF = MapTraining(learning_rate=3e-3, max_epochs=30, patience=5)
+"""Minutes, where the paper's training takes hours."""
 
 
-@dataclass(eq=False)
-class LayerVerdict:
+@dataclass(frozen=True, eq=False)
+class LayerIdentifiability:
     """What can be told of the heads of a layer from their outputs, over all texts.
 
     Attributes:
-        name: of the attention module.
-        simplex: number of texts in which no other row-stochastic matrix gives the output, `[H]`.
-        softmax: number in which no head nearby gives it, `[H]`; None where that is not counted.
-        nullity: sum of `n − rank(T)` over texts, the mean over rows where masks differ, `[H]`.
-        texts: number of texts.
-        words: verdict on the first head for the longest text so far.
-        longest: its number of tokens.
+        site: name of the attention module.
+        identifiable_simplex: share of texts in which no other row-stochastic matrix gives the
+            output, `[H]`.
+        identifiable_softmax: share in which no head nearby gives it, `[H]`; None where that is
+            not counted.
+        nullity: mean of `n − rank(T)` over texts, and over rows where masks differ, `[H]`.
+        longest: number of tokens of the longest text.
+        verdict: words on the first head for that text.
     """
 
-    name: str
-    simplex: Tensor
-    softmax: Tensor | None
+    site: str
+    identifiable_simplex: Tensor
+    identifiable_softmax: Tensor | None
     nullity: Tensor
-    texts: int = 0
-    words: str = ""
-    longest: int = 0
-
-    def add(self, capture: Capture) -> None:
-        """Take the texts of a batch into account."""
-        found = identify(capture)
-        tokens = found.tokens.flatten(2).amax(-1) if found.tokens.dim() > 2 else found.tokens
-        self.simplex = self.simplex + found.identifiable_simplex.sum(0)
-        apart = found.identifiable_softmax
-        self.softmax = (
-            None if apart is None or self.softmax is None else self.softmax + apart.sum(0)
-        )
-        nullity = found.nullity.double()
-        self.nullity = self.nullity + (nullity.mean(-1) if nullity.dim() > 2 else nullity).sum(0)
-        self.texts += len(tokens)
-        example = int(tokens[:, 0].argmax())
-        if int(tokens[example, 0]) > self.longest:
-            self.longest = int(tokens[example, 0])
-            self.words = found.verdict(example, 0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return shares and means by head, ready for JSON."""
-        softmax = None if self.softmax is None else (self.softmax / self.texts).tolist()
-        return {
-            "site": self.name,
-            "identifiable_simplex": (self.simplex / self.texts).tolist(),
-            "identifiable_softmax": softmax,
-            "nullity": (self.nullity / self.texts).tolist(),
-            "longest": self.longest,
-            "verdict": self.words,
-        }
+    longest: int
+    verdict: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,94 +58,229 @@ class LayerWitnesses:
     """How far attention can move with the output unchanged, for one text.
 
     Attributes:
-        name: of the attention module.
-        total_variation: mean over rows for any row-stochastic matrix, `[H]`.
+        site: name of the attention module.
+        simplex_total_variation: mean over rows for any row-stochastic matrix, `[H]`.
+        softmax_distance: `‖A' − A‖ / ‖A‖` for a head of the same width, `[H]`, NaN where none
+            was found.
         residual: largest relative change of the output, over both kinds of witness.
-        distance: `‖A' − A‖ / ‖A‖` for a head of the same width, `[H]`, NaN where none was found.
         reason: why heads were not tried; empty if they were.
     """
 
-    name: str
-    total_variation: Tensor
+    site: str
+    simplex_total_variation: Tensor
+    softmax_distance: Tensor
     residual: float
-    distance: Tensor
     reason: str
 
-    @classmethod
-    def of(cls, capture: Capture) -> LayerWitnesses:
-        """Construct the witnesses of a call with one text."""
-        simplex = simplex_witness(capture)
-        real = capture.real_rows.expand_as(simplex.total_variation)
-        moved = (simplex.total_variation * real).sum(-1) / real.sum(-1)
-        residual, reason = float(simplex.residual.max()), ""
-        distance = torch.full_like(moved, torch.nan)
-        try:
-            softmax = softmax_witness(capture)
-        except (CaptureError, InputError) as error:
-            reason = str(error)
-        else:
-            distance = softmax.distance.masked_fill(~softmax.converged, torch.nan)
-            residual = max([residual, *softmax.residual[softmax.converged].tolist()])
-        return cls(capture.site, moved[0], residual, distance[0], reason)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, ready for JSON."""
-        return {
-            "site": self.name,
-            "simplex_total_variation": self.total_variation.tolist(),
-            "softmax_distance": _plain(self.distance),
-            "residual": self.residual,
-            "reason": self.reason,
-        }
-
-
-@dataclass(eq=False)
-class Findings:
-    """Both halves of the answer.
+@dataclass(frozen=True, eq=False)
+class Identification:
+    """What outputs tell of attention, and hidden states of tokens.
 
     Attributes:
         model: name of the model.
         texts: number of texts.
-        heads: one entry per attention module, in order.
+        heads: one entry per attention module, in order; empty if not asked for.
         witnesses: the same, if asked for.
         witness_tokens: tokens of the text that witnesses are for.
-        tokens: one result per map.
-        note: why there are none; empty if there are.
+        tokens: one result per map; empty if not asked for.
+        note: why there is none although asked for; else empty.
     """
 
     model: str
     texts: int
-    heads: list[LayerVerdict] = field(default_factory=list)
-    witnesses: list[LayerWitnesses] = field(default_factory=list)
-    witness_tokens: int = 0
-    tokens: list[TokenIdentifiabilityResult] = field(default_factory=list)
-    note: str = ""
+    heads: Sequence[LayerIdentifiability]
+    witnesses: Sequence[LayerWitnesses]
+    witness_tokens: int
+    tokens: Sequence[TokenIdentifiabilityResult]
+    note: str
 
-    def to_json(self) -> str:
-        """Return everything as a JSON document; missing numbers are null."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, ready for JSON."""
         document = {
             "model": self.model,
             "texts": self.texts,
-            "heads": [layer.to_dict() for layer in self.heads],
-            "witnesses": [layer.to_dict() for layer in self.witnesses],
+            "heads": list(map(vars, self.heads)),
+            "witnesses": list(map(vars, self.witnesses)),
             "witness_tokens": self.witness_tokens,
             "tokens": {
                 result.map: {
                     "distance": result.distance,
                     "layers": [layer for _, layer in result.layers],
-                    **{name: _plain(tensor) for name, tensor in result.tensors().items()},
+                    **result.tensors(),
                 }
                 for result in self.tokens
             },
             "note": self.note,
-            "versions": versions(),
         }
-        return json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False)
+        return plain(document)
 
 
-def _plain(tensor: Tensor) -> Any:
-    """Nested lists with None for NaN."""
-    if tensor.dim() == 0:
-        value = tensor.item()
-        return None if value != value else value
-    return [_plain(row) for row in tensor]
+def identify_texts(
+    model: TextModel | str,
+    texts: Sequence[str],
+    *,
+    part: Part = "both",
+    witness_tokens: int | None = None,
+    maps: Sequence[MapKind] = MAPS,
+    distance: Distance = "cosine",
+    training: MapTraining = BRIEF,
+    seed: int = 0,
+    batch_size: int = 8,
+    max_length: int | None = None,
+    progress: Progress = silent,
+) -> Identification:
+    """Tell whether outputs determine attention, and whether hidden states determine tokens.
+
+    Args:
+        model: the model, or its name.
+        texts: at least one; tokens need some dozen.
+        part: `"heads"`, `"tokens"` or `"both"`.
+        witness_tokens: construct other attention with the same output for so many tokens of the
+            longest text; None constructs none.
+        maps: maps from hidden states back to tokens.
+        distance: of training and search.
+        training: how maps are trained.
+        seed: of the splits and the training.
+        batch_size: most texts in a batch.
+        max_length: most tokens of a text; by default what the model can read.
+        progress: told how far it is.
+
+    Returns:
+        Both halves. With `"both"`, texts too few to identify tokens are a note, not an error.
+
+    Raises:
+        AttnLensError: if tokens alone are asked for and there are too few texts.
+    """
+    text_model = reader(model, progress)
+    tokenised = text_model.tokenise(texts, max_length)
+    collectors = [] if part == "heads" else [token_collector(text_model, distance, training, seed)]
+    recording = [] if part == "tokens" else [Recording()]
+    layers: dict[tuple[str, int, int], list[_Batch]] = {}
+    with Lens(text_model.model, *collectors, *recording):
+        for _ in run_batches(text_model, tokenised, batch_size, progress):
+            for calls in recording:
+                for capture in calls.compute():
+                    key = capture.site, capture.layer, capture.call
+                    layers.setdefault(key, []).append(_of_batch(capture))
+                calls.reset()
+    witnesses: list[LayerWitnesses] = []
+    if witness_tokens is not None and part != "tokens":
+        witnesses = _constructed(text_model, tokenised, witness_tokens, progress)
+    tokens, note = [], ""
+    try:
+        tokens = [rates for entry in collectors for rates in identified_tokens(entry, maps)]
+    except AttnLensError as error:
+        if part == "tokens":
+            raise
+        note = str(error)
+    length = min(witness_tokens or 0, max(tokenised.lengths)) if witnesses else 0
+    heads = [_of_layer(site, batches) for (site, *_), batches in layers.items()]
+    return Identification(text_model.name, len(texts), heads, witnesses, length, tokens, note)
+
+
+def token_collector(
+    model: TextModel,
+    distance: Distance = "cosine",
+    training: MapTraining = BRIEF,
+    seed: int = 0,
+) -> TokenIdentifiability:
+    """Make the observer that collects hidden states for maps of any kind.
+
+    Args:
+        model: the model.
+        distance: of training and search.
+        training: how maps are trained.
+        seed: of the splits and the training.
+
+    Returns:
+        The observer.
+    """
+    words = model.model.get_input_embeddings()
+    return TokenIdentifiability("mlp", distance, words=words, seed=seed, training=training)
+
+
+def identified_tokens(
+    collector: TokenIdentifiability, maps: Sequence[MapKind] = MAPS
+) -> list[TokenIdentifiabilityResult]:
+    """Train a map of each kind on what was collected, and count.
+
+    Args:
+        collector: has looked on.
+        maps: the kinds.
+
+    Returns:
+        A result for each.
+    """
+    return [collector.using(kind).compute() for kind in maps]
+
+
+class _Batch(NamedTuple):
+    """What can be told of the heads of a layer in a batch of B texts."""
+
+    simplex: Tensor  # [B, H]
+    softmax: Tensor | None
+    nullity: Tensor  # [B, H]
+    longest: int
+    verdict: str
+
+
+def _of_batch(capture: Capture) -> _Batch:
+    result = identify(capture)
+    tokens, nullity = result.tokens, result.nullity.double()
+    if tokens.dim() > 2:  # masks differ by row
+        tokens, nullity = tokens.flatten(2).amax(-1), nullity.mean(-1)
+    longest = int(tokens[:, 0].argmax())
+    return _Batch(
+        result.identifiable_simplex.double(),
+        result.identifiable_softmax,
+        nullity,
+        int(tokens[longest, 0]),
+        result.verdict(longest, 0),
+    )
+
+
+def _of_layer(site: str, batches: Sequence[_Batch]) -> LayerIdentifiability:
+    softmax = [batch.softmax.double() for batch in batches if batch.softmax is not None]
+    longest = max(batches, key=lambda batch: batch.longest)
+    return LayerIdentifiability(
+        site,
+        torch.cat([batch.simplex for batch in batches]).mean(0),
+        torch.cat(softmax).mean(0) if len(softmax) == len(batches) else None,
+        torch.cat([batch.nullity for batch in batches]).mean(0),
+        longest.longest,
+        longest.verdict,
+    )
+
+
+def _constructed(
+    model: TextModel, texts: TokenisedTexts, tokens: int, progress: Progress
+) -> list[LayerWitnesses]:
+    """Construct the witnesses of every layer for the beginning of the longest text."""
+    longest = texts.by_length[0]
+    rows = {
+        name: torch.tensor([column[longest][:tokens]]) for name, column in texts.columns.items()
+    }
+    captures = record(model.model, **rows)
+    witnesses = []
+    for place, capture in enumerate(captures):
+        progress("Constructing witnesses", place, len(captures))
+        witnesses.append(_witnesses_of(capture))
+    progress("Constructing witnesses", len(captures), len(captures))
+    return witnesses
+
+
+def _witnesses_of(capture: Capture) -> LayerWitnesses:
+    """Construct the witnesses of a call with one text."""
+    simplex = simplex_witness(capture)
+    real = capture.real_rows.expand_as(simplex.total_variation)
+    moved = (simplex.total_variation * real).sum(-1) / real.sum(-1)
+    distance, residuals, reason = torch.full_like(moved, torch.nan), simplex.residual, ""
+    try:
+        softmax = softmax_witness(capture)
+    except (CaptureError, InputError) as error:
+        reason = str(error)
+    else:
+        distance = softmax.distance.masked_fill(~softmax.converged, torch.nan)
+        residuals = torch.cat([residuals.flatten(), softmax.residual[softmax.converged]])
+    return LayerWitnesses(capture.site, moved[0], distance[0], float(residuals.max()), reason)

@@ -11,86 +11,137 @@ from attnlens.attribution.contributions import AttributionMatrices
 from attnlens.errors import InputError
 from attnlens.reporting.examples import (
     ExampleAttribution,
-    LayerKey,
     attribution_by_example,
     maps_by_example,
     tokens_by_example,
 )
-from attnlens.reporting.fitting import Detail, MapBlocks, notes_on
+from attnlens.reporting.fitting import DECIMALS, Detail, MapBlocks, notes_on
 from attnlens.reporting.fixed_point import packed, whole
 from attnlens.reporting.grids import head_grids, layer_curves
-from attnlens.results import LayeredResult
+from attnlens.results import LayeredResult, LayerKey
 
 SHARE_DECIMALS = 4  # of contributions: hundredths of a percent
 
 
-def document(
-    results: Any,
-    tokens: Sequence[Sequence[str]] | None,
-    layers: set[int] | None,
-    heads: set[int] | None,
-    max_tokens: int,
-    room: int,
-) -> dict[str, Any]:
-    """Gather what a page shows.
+class Content:
+    """Results taken apart for a page.
 
     Args:
         results: see :func:`attnlens.reporting.page.report`.
-        tokens: tokens of each example.
-        layers: layers of the maps to include, or None.
-        heads: heads of the maps to include, or None.
-        max_tokens: most tokens of an example.
-        room: bytes there are for it.
-
-    Returns:
-        A document for JSON.
+        tokens: tokens of each example, or None.
+        layers: layers of the maps to include, or None for all.
+        heads: heads of the maps to include, or None for all.
 
     Raises:
         InputError: if there is nothing to show, or tokens do not fit the maps.
     """
-    found = list(_computed(results))
-    maps = maps_by_example((r for r in found if isinstance(r, AttentionMap)), layers, heads)
-    attributions = attribution_by_example(r for r in found if isinstance(r, AttributionMatrices))
-    layered = [result for result in found if isinstance(result, LayeredResult)]
-    shown = (AttentionMap, AttributionMatrices, LayeredResult)
-    others = sorted({type(r).__name__ for r in found if not isinstance(r, shown)})
-    if others:
-        raise InputError(f"There is no view of {', '.join(others)}. Pass the other results alone.")
-    if not (maps or attributions or layered):
-        raise InputError(
-            "There is nothing to show. Pass a lens that has looked, observers, or results."
-        )
-    keys = list(
-        dict.fromkeys(
-            [key for result in layered for key in result.layers]
-            + [seen.layer for seen in maps]
-            + [key for seen in attributions for key in seen.layers]
-        )
-    )
-    names = tokens_by_example([*maps, *attributions], tokens)
-    grids, curves = head_grids(layered, keys), layer_curves(layered, keys)
-    room -= sum(len(token.encode()) * 2 + 3 for example in names for token in example)
-    room -= sum(25 * len(row) for part in (*grids, *curves) for row in part["values"])
-    room -= sum(len(_attribution(seen, keys, max_tokens)["packed"]) for seen in attributions)
-    blocks = MapBlocks(maps)
-    detail, texts = blocks.fitted(max_tokens, room)
-    return {
-        "layers": _layer_labels(keys),
-        "examples": [
-            {"tokens": example[: detail.tokens], "length": len(example)} for example in names
-        ],
-        "grids": grids,
-        "curves": curves,
-        "decimals": detail.decimals,
-        "maps": _maps(blocks, detail, texts, keys),
-        "attribution": [_attribution(seen, keys, detail.tokens) for seen in attributions],
-        "notes": notes_on(detail, blocks, max_tokens, list(map(len, names))),
-    }
+
+    def __init__(
+        self,
+        results: Any,
+        tokens: Sequence[Sequence[str]] | None,
+        layers: set[int] | None,
+        heads: set[int] | None,
+    ) -> None:
+        entries = list(_computed(results))
+        layered = [entry for entry in entries if isinstance(entry, LayeredResult)]
+        maps = [entry for entry in entries if isinstance(entry, AttentionMap)]
+        matrices = [entry for entry in entries if isinstance(entry, AttributionMatrices)]
+        strangers = {
+            type(entry).__name__
+            for entry in entries
+            if not isinstance(entry, (LayeredResult, AttentionMap, AttributionMatrices))
+        }
+        if strangers:
+            names = ", ".join(sorted(strangers))
+            raise InputError(f"There is no view of {names}. Pass the other results alone.")
+        self._blocks = MapBlocks(maps_by_example(maps, layers, heads))
+        self._attributions = attribution_by_example(matrices)
+        keys = [key for result in layered for key in result.layers]
+        keys += [example.layer for example in self._blocks.maps]
+        keys += [key for example in self._attributions for key in example.layers]
+        if not keys:
+            raise InputError(
+                "There is nothing to show. Pass a lens that has looked, observers, or results."
+            )
+        self._keys = list(dict.fromkeys(keys))
+        self._names = tokens_by_example([*self._blocks.maps, *self._attributions], tokens)
+        self._grids = head_grids(layered, self._keys)
+        self._curves = layer_curves(layered, self._keys)
+
+    def without_maps(self, max_tokens: int) -> dict[str, Any]:
+        """Return everything but the maps, ready for JSON.
+
+        Args:
+            max_tokens: most tokens of an example.
+
+        Returns:
+            The document.
+        """
+        return self._document(Detail(DECIMALS[0], max_tokens, heads=0, examples=0), [])
+
+    def with_maps(self, max_tokens: int, room: int) -> dict[str, Any]:
+        """Return everything, with as much of the maps as there is room for, ready for JSON.
+
+        Args:
+            max_tokens: most tokens of an example.
+            room: bytes that the maps may take.
+
+        Returns:
+            The document; its notes say what was left out.
+        """
+        detail, texts = self._blocks.fitted(max_tokens, room)
+        lengths = list(map(len, self._names))
+        notes = notes_on(detail, self._blocks, max_tokens, lengths)
+        return self._document(detail, texts) | {"notes": notes}
+
+    def _document(self, detail: Detail, texts: Sequence[str]) -> dict[str, Any]:
+        return {
+            "layers": _layer_labels(self._keys),
+            "examples": [
+                {"tokens": names[: detail.tokens], "length": len(names)} for names in self._names
+            ],
+            "grids": self._grids,
+            "curves": self._curves,
+            "decimals": detail.decimals,
+            "maps": self._maps(detail, texts),
+            "attribution": [
+                self._attribution(example, detail.tokens) for example in self._attributions
+            ],
+            "notes": [],
+        }
+
+    def _maps(self, detail: Detail, texts: Sequence[str]) -> list[dict[str, Any]]:
+        if not texts:
+            return []
+        return [
+            {
+                "example": example.index,
+                "layer": self._keys.index(example.layer),
+                "heads": self._blocks.heads_of(example, detail),
+                "rows": min(example.raw.shape[1], detail.tokens),
+                "columns": min(example.raw.shape[2], detail.tokens),
+                "packed": text,
+            }
+            for example, text in zip(self._blocks.maps, texts, strict=True)
+            if text
+        ]
+
+    def _attribution(self, example: ExampleAttribution, tokens: int) -> dict[str, Any]:
+        sources, targets = example.sources < tokens, example.targets < tokens
+        shown = example.contribution[:, sources][..., targets]
+        return {
+            "example": example.index,
+            "layers": [self._keys.index(key) for key in example.layers],
+            "sources": example.sources[sources].tolist(),
+            "targets": example.targets[targets].tolist(),
+            "packed": packed([whole(shown, SHARE_DECIMALS)]),
+        }
 
 
 def _layer_labels(keys: Sequence[LayerKey]) -> list[str]:
     """The index of each layer, with its stack where several stacks have layers of that kind."""
-    # attention modules lie inside layers, whose own results have the shorter name of the layer
+    # Attention modules lie inside layers, whose own results have the shorter name of the layer.
     inner = {stack for stack, _ in keys}
     outer = {stack for stack in inner if any(other.startswith(f"{stack}.") for other in inner)}
     several = {stack for kind in (outer, inner - outer) if len(kind) > 1 for stack in kind}
@@ -110,32 +161,3 @@ def _computed(results: Any) -> Iterator[Any]:
             yield from _computed(results.compute())
     else:
         yield results
-
-
-def _maps(
-    blocks: MapBlocks, detail: Detail, texts: Sequence[str], keys: Sequence[LayerKey]
-) -> list[dict[str, Any]]:
-    return [
-        {
-            "example": seen.example,
-            "layer": keys.index(seen.layer),
-            "heads": blocks.heads_of(seen, detail),
-            "rows": min(seen.raw.shape[1], detail.tokens),
-            "columns": min(seen.raw.shape[2], detail.tokens),
-            "packed": text,
-        }
-        for seen, text in zip(blocks.maps, texts, strict=True)
-        if text
-    ]
-
-
-def _attribution(seen: ExampleAttribution, keys: Sequence[LayerKey], tokens: int) -> dict[str, Any]:
-    sources, targets = seen.sources < tokens, seen.targets < tokens
-    shown = seen.contribution[:, sources][..., targets]
-    return {
-        "example": seen.example,
-        "layers": [keys.index(key) for key in seen.layers],
-        "sources": seen.sources[sources].tolist(),
-        "targets": seen.targets[targets].tolist(),
-        "packed": packed([whole(shown, SHARE_DECIMALS)]),
-    }

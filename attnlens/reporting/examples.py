@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from attnlens.attention.maps import AttentionMap
 from attnlens.attribution.contributions import AttributionMatrices
 from attnlens.errors import InputError
-
-LayerKey = tuple[str, int]
+from attnlens.results import LayerKey
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class ExampleMaps:
 
     Attributes:
         layer: stack and layer.
-        example: index of the example.
+        index: of the example, among all.
         heads: indices of the heads, h of them.
         raw: `[h, q, k]`.
         effective: `[h, q, k]`.
@@ -30,7 +29,7 @@ class ExampleMaps:
     """
 
     layer: LayerKey
-    example: int
+    index: int
     heads: tuple[int, ...]
     raw: Tensor
     effective: Tensor
@@ -44,7 +43,7 @@ class ExampleAttribution:
 
     Attributes:
         layers: stack and layer of each row.
-        example: index of the example.
+        index: of the example, among all.
         contribution: `[L, s, t]`.
         sources: `[s]`, positions among the real tokens.
         targets: `[t]`, positions among the real tokens.
@@ -53,7 +52,7 @@ class ExampleAttribution:
     """
 
     layers: tuple[LayerKey, ...]
-    example: int
+    index: int
     contribution: Tensor
     sources: Tensor
     targets: Tensor
@@ -62,7 +61,7 @@ class ExampleAttribution:
 
 
 def maps_by_example(
-    maps: Iterable[AttentionMap], layers: set[int] | None, heads: set[int] | None
+    maps: Sequence[AttentionMap], layers: set[int] | None, heads: set[int] | None
 ) -> list[ExampleMaps]:
     """Take maps apart by example; each layer counts its examples as they come.
 
@@ -78,41 +77,40 @@ def maps_by_example(
     Raises:
         InputError: if no map is of a layer or head that was asked for.
     """
-    every = list(maps)
-    for name, wanted, there in (
-        ("layers", layers, {entry.layer for entry in every}),
-        ("heads", heads, {head for entry in every for head in entry.heads}),
+    for name, asked, available in (
+        ("layers", layers, {entry.layer for entry in maps}),
+        ("heads", heads, {head for entry in maps for head in entry.heads}),
     ):
-        if every and wanted is not None and not wanted <= there:
+        if maps and asked is not None and not asked <= available:
             raise InputError(
-                f"{name} must be some of {_ranges(there)}, whose maps were kept. Got "
-                f"{_ranges(wanted)}."
+                f"{name} must be some of {_listed(available)}, whose maps were kept. Got "
+                f"{_listed(asked)}."
             )
-    return list(_map_entries(every, layers, heads))
-
-
-def _map_entries(
-    maps: Iterable[AttentionMap], layers: set[int] | None, heads: set[int] | None
-) -> Iterator[ExampleMaps]:
-    seen: dict[LayerKey, int] = {}
+    counts: Counter[LayerKey] = Counter()
+    examples: list[ExampleMaps] = []
     for entry in maps:
-        key = (entry.stack, entry.layer)
-        first = seen.get(key, 0)
-        seen[key] = first + entry.raw.shape[0]
-        if layers is not None and entry.layer not in layers:
-            continue
-        kept = [i for i, head in enumerate(entry.heads) if heads is None or head in heads]
-        for place in range(entry.raw.shape[0] if kept else 0):
-            allowed = entry.mask[place].any(0)
-            rows, columns = (allowed.any(axis).nonzero()[:, 0] for axis in (1, 0))
-            held = rows[rows < entry.raw.shape[-2]], columns[columns < entry.raw.shape[-1]]
-            raw, effective = (
-                maps[place, kept][:, held[0]][..., held[1]] for maps in (entry.raw, entry.effective)
-            )
-            heads_kept = tuple(entry.heads[i] for i in kept)
-            yield ExampleMaps(
-                key, first + place, heads_kept, raw, effective, columns, allowed.shape[-1]
-            )
+        key = entry.stack, entry.layer
+        if layers is None or entry.layer in layers:
+            examples += _of_map(entry, key, counts[key], heads)
+        counts[key] += len(entry.raw)
+    return examples
+
+
+def _of_map(
+    entry: AttentionMap, key: LayerKey, first: int, heads: set[int] | None
+) -> Iterator[ExampleMaps]:
+    """The examples of a map, counted from the first."""
+    places = [place for place, head in enumerate(entry.heads) if heads is None or head in heads]
+    names = tuple(entry.heads[place] for place in places)
+    for row in range(len(entry.raw) if places else 0):
+        allowed = entry.mask[row].any(0)
+        queries, keys = (allowed.any(axis).nonzero()[:, 0] for axis in (1, 0))
+        height, width = entry.raw.shape[-2:]
+        raw, effective = (
+            maps[row, places][:, queries[queries < height]][..., keys[keys < width]]
+            for maps in (entry.raw, entry.effective)
+        )
+        yield ExampleMaps(key, first + row, names, raw, effective, keys, allowed.shape[-1])
 
 
 def attribution_by_example(matrices: Iterable[AttributionMatrices]) -> list[ExampleAttribution]:
@@ -124,67 +122,66 @@ def attribution_by_example(matrices: Iterable[AttributionMatrices]) -> list[Exam
     Returns:
         One entry per example.
     """
-    seen: dict[str, int] = {}
-    found = []
+    counts: Counter[str] = Counter()
+    examples = []
     for entry in matrices:
-        first = seen.get(entry.stack, 0)
-        seen[entry.stack] = first + entry.mask.shape[0]
+        layers = tuple((entry.stack, layer) for layer in entry.layers)
         for place, real in enumerate(entry.mask):
-            count = real.cumsum(0) - 1
+            position = real.cumsum(0) - 1
             sources, targets = real[entry.sources], real[entry.targets]
-            found.append(
+            examples.append(
                 ExampleAttribution(
-                    tuple((entry.stack, layer) for layer in entry.layers),
-                    first + place,
+                    layers,
+                    counts[entry.stack] + place,
                     entry.contribution[:, place][:, sources][..., targets],
-                    count[entry.sources[sources]],
-                    count[entry.targets[targets]],
+                    position[entry.sources[sources]],
+                    position[entry.targets[targets]],
                     real.nonzero()[:, 0],
                     real.numel(),
                 )
             )
-    return found
+        counts[entry.stack] += len(entry.mask)
+    return examples
 
 
 def tokens_by_example(
-    seen: Sequence[ExampleMaps | ExampleAttribution], tokens: Sequence[Sequence[str]] | None
+    examples: Sequence[ExampleMaps | ExampleAttribution],
+    tokens: Sequence[Sequence[str]] | None,
 ) -> list[list[str]]:
     """Name the real tokens of every example.
 
     Args:
-        seen: what there is of the examples.
+        examples: maps and attribution of each.
         tokens: of each example, padding left out or kept; None for their positions.
 
     Returns:
-        Names by example; none for an example of which nothing was seen.
+        Names by example; none for an example that has neither maps nor attribution.
 
     Raises:
         InputError: if the tokens do not fit.
     """
-    first: dict[int, ExampleMaps | ExampleAttribution] = {}
-    for entry in seen:
-        first.setdefault(entry.example, entry)
-    count = max(first, default=-1) + 1
+    by_index = {example.index: example for example in reversed(examples)}  # the first counts
+    count = max(by_index, default=-1) + 1
     if tokens is not None and len(tokens) < count:
         raise InputError(f"tokens are of {len(tokens)} examples, but {count} were seen.")
-    return [
-        _names(None if tokens is None else tokens[index], first[index]) if index in first else []
-        for index in range(count)
-    ]
+    names: list[list[str]] = [[] for _ in range(count)]
+    for index, example in by_index.items():
+        names[index] = _names(None if tokens is None else tokens[index], example)
+    return names
 
 
-def _names(tokens: Sequence[str] | None, seen: ExampleMaps | ExampleAttribution) -> list[str]:
+def _names(tokens: Sequence[str] | None, example: ExampleMaps | ExampleAttribution) -> list[str]:
     if tokens is None:
-        return [str(position) for position in range(len(seen.positions))]
-    if len(tokens) == len(seen.positions):
+        return [str(position) for position in range(len(example.positions))]
+    if len(tokens) == len(example.positions):
         return [str(token) for token in tokens]
-    if len(tokens) == seen.padded:
-        return [str(tokens[position]) for position in seen.positions.tolist()]
+    if len(tokens) == example.padded:
+        return [str(tokens[position]) for position in example.positions.tolist()]
     raise InputError(
-        f"Example {seen.example} has {len(seen.positions)} real tokens of {seen.padded}. Got "
-        f"{len(tokens)} token strings."
+        f"Example {example.index} has {len(example.positions)} real tokens of {example.padded}. "
+        f"Got {len(tokens)} token strings."
     )
 
 
-def _ranges(numbers: Iterable[Any]) -> str:
+def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(numbers)))

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from attnlens.errors import InputError
 
-Values = Tensor | np.ndarray | Sequence[float]
+Array = np.ndarray[Any, Any]
+Values = Tensor | Array | Sequence[float]
 
 # Okabe and Ito's palette, distinct with every kind of colour vision.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -64,11 +65,8 @@ def attention_by_token_type(
         layers = np.arange(len(heads))
         for place, name in enumerate(types):
             mean, spread = np.nanmean(heads[..., place], 1), np.nanstd(heads[..., place], 1)
-            look = _look(place)
-            axes.plot(layers, mean, ls=style, label=f"{name}, {kind}", **look)
-            axes.fill_between(
-                layers, mean - spread, mean + spread, alpha=0.12, lw=0, color=look["color"]
-            )
+            axes.plot(layers, mean, ls=style, label=f"{name}, {kind}", **_look(place))
+            _band(axes, place, layers, mean - spread, mean + spread)
     return _legend(axes)
 
 
@@ -83,32 +81,31 @@ def own_contribution(result: Any, *, axes: Any = None) -> Any:
         The axes: a box for each layer of the first label, and the mean of every label.
     """
     axes = _axes(axes, "layer", "own contribution")
-    layers = [layer for _, layer in result.layers]
     names = ("whislo", "q1", "med", "q3", "whishi")
     boxes = [dict(zip(names, row, strict=True)) for row in result.own_box[:, 0].tolist()]
-    axes.bxp(boxes, positions=layers, showfliers=False, widths=0.5)
-    return _by_label(axes, layers, result.own, result.labels)
+    axes.bxp(boxes, positions=_layers(result), showfliers=False, widths=0.5)
+    return _by_label(axes, _layers(result), result.own, result.labels)
 
 
 def not_main_share(result: Any, *, axes: Any = None) -> Any:
     """Draw by layer the share of tokens to which another token contributes most.
 
     Args:
-        result: a :class:`~attnlens.attribution.contributions.HiddenTokenAttributionResult`.
+        result: as for :func:`own_contribution`.
         axes: where to draw; new ones by default.
 
     Returns:
         The axes.
     """
     axes = _axes(axes, "layer", "tokens with another main contributor")
-    return _by_label(axes, [layer for _, layer in result.layers], result.not_main, result.labels)
+    return _by_label(axes, _layers(result), result.not_main, result.labels)
 
 
 def contribution_by_distance(result: Any, *, label: int = 0, axes: Any = None) -> Any:
     """Draw by layer the contribution of neighbours at each distance, in percent over layers.
 
     Args:
-        result: a :class:`~attnlens.attribution.contributions.HiddenTokenAttributionResult`.
+        result: as for :func:`own_contribution`.
         label: which label of target tokens.
         axes: where to draw; new ones by default.
 
@@ -116,21 +113,11 @@ def contribution_by_distance(result: Any, *, label: int = 0, axes: Any = None) -
         The axes.
     """
     axes = _axes(axes, "layer", "share of a distance's contribution, %")
-    layers = [layer for _, layer in result.layers]
-    return _by_label(axes, layers, result.distance_profile[:, label], _DISTANCES)
+    return _by_label(axes, _layers(result), result.distance_profile[:, label], _DISTANCES)
 
 
 def contribution_by_offset(result: Any, *, label: int = 0, axes: Any = None) -> Any:
-    """Draw the contribution of each relative position, a line for each layer.
-
-    Args:
-        result: a :class:`~attnlens.attribution.contributions.HiddenTokenAttributionResult`.
-        label: which label of target tokens.
-        axes: where to draw; new ones by default.
-
-    Returns:
-        The axes.
-    """
+    """Draw the contribution of each relative position, a line for each layer, on axes."""
     axes = _axes(axes, "offset, tokens", "contribution")
     offsets = _array(result.offset)[:, label]
     radius = offsets.shape[1] // 2
@@ -178,12 +165,9 @@ def pruning_curves(removed: Values, scores: Mapping[str, Values], *, axes: Any =
     steps = _array(removed)
     for place, (name, values) in enumerate(scores.items()):
         runs = np.atleast_2d(_array(values))
-        look = _look(place)
-        axes.plot(steps, runs.mean(0), label=name, **look)
+        axes.plot(steps, runs.mean(0), label=name, **_look(place))
         if len(runs) > 1:
-            axes.fill_between(
-                steps, runs.min(0), runs.max(0), alpha=0.15, lw=0, color=look["color"]
-            )
+            _band(axes, place, steps, runs.min(0), runs.max(0))
     return _legend(axes)
 
 
@@ -235,6 +219,14 @@ def _by_label(axes: Any, layers: Sequence[int], values: Any, labels: Sequence[st
     return _legend(axes) if len(labels) > 1 else axes
 
 
+def _layers(result: Any) -> list[int]:
+    return [layer for _, layer in result.layers]
+
+
+def _band(axes: Any, place: int, steps: Array, low: Array, high: Array) -> None:
+    axes.fill_between(steps, low, high, alpha=0.13, lw=0, color=_look(place)["color"])
+
+
 def _look(place: int) -> dict[str, Any]:
     return {
         "color": _COLOURS[place % len(_COLOURS)],
@@ -249,7 +241,7 @@ def _legend(axes: Any) -> Any:
     return axes
 
 
-def _array(values: Any) -> np.ndarray:
+def _array(values: Any) -> Array:
     if isinstance(values, Tensor):
         values = values.detach().cpu().numpy()
     return np.asarray(values, dtype=float)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-from attnlens.reporting.examples import ExampleMaps, LayerKey
+import torch
+from torch import Tensor
+
+from attnlens.reporting.examples import ExampleMaps
 from attnlens.reporting.fixed_point import map_planes, packed
+from attnlens.results import LayerKey
 
 DECIMALS = (6, 5, 4, 3)
 LEAST_TOKENS = 32
-_OVERHEAD = 200  # bytes of JSON, of headers and of incompressible remains per block
+_REMAINS = 100  # bytes of a block that do not shrink with its cells
 _SAMPLE = 12  # blocks that are packed to estimate the size of all
 
 
@@ -41,8 +44,11 @@ class MapBlocks:
 
     def __init__(self, maps: Sequence[ExampleMaps]) -> None:
         self.maps = maps
-        self.examples = len({seen.example for seen in maps})
-        self.heads = max((len(heads) for heads in self._ranking.values()), default=0)
+        self._order = sorted({example.index for example in maps})
+        self._ranking = _by_null_share(maps)
+        self._densities: dict[int, float] = {}
+        self.examples = len(self._order)
+        self.heads = max(map(len, self._ranking.values()), default=0)
 
     def fitted(self, tokens: int, room: int) -> tuple[Detail, list[str]]:
         """Choose the finest detail that fits, and pack.
@@ -56,93 +62,97 @@ class MapBlocks:
         Returns:
             The detail and the blocks; an empty string for a block that was left out.
         """
-        whole = Detail(DECIMALS[0], tokens, self.heads, self.examples)
+        finest = Detail(DECIMALS[0], tokens, self.heads, self.examples)
         if not self.maps:
-            return whole, []
+            return finest, []
         budget = float(room)
         while True:
-            detail = next(d for d in self._coarser(whole) if self._estimate(d) <= max(0, budget))
-            blocks = [self.packed(seen, detail) for seen in self.maps]
-            size = sum(len(block) + _OVERHEAD for block in blocks if block)
+            detail = next(d for d in self._coarser(finest) if self._estimate(d) <= max(0, budget))
+            blocks = [self.packed(example, detail) for example in self.maps]
+            size = sum(
+                len(block) + _frame(len(example.heads))
+                for example, block in zip(self.maps, blocks, strict=True)
+                if block
+            )
             if size <= room or not detail.examples:
                 return detail, blocks
             budget = 0.98 * min(budget, self._estimate(detail)) * room / size
 
-    def packed(self, seen: ExampleMaps, detail: Detail) -> str:
+    def packed(self, example: ExampleMaps, detail: Detail) -> str:
         """Pack the maps of one block."""
-        heads = self.heads_of(seen, detail)
+        heads = self.heads_of(example, detail)
         if not heads:
             return ""
-        window = ([seen.heads.index(head) for head in heads], slice(detail.tokens))
-        raw, effective = (m[window][..., : detail.tokens] for m in (seen.raw, seen.effective))
+        window = ([example.heads.index(head) for head in heads], slice(detail.tokens))
+        raw, effective = (m[window][..., : detail.tokens] for m in (example.raw, example.effective))
         return packed(map_planes(raw, effective, detail.decimals))
 
-    def heads_of(self, seen: ExampleMaps, detail: Detail) -> list[int]:
+    def heads_of(self, example: ExampleMaps, detail: Detail) -> list[int]:
         """Heads of a block that are included, ascending."""
-        if self._order.index(seen.example) >= detail.examples:
+        if self._order.index(example.index) >= detail.examples:
             return []
-        return sorted(set(self._ranking[seen.layer][: detail.heads]) & set(seen.heads))
+        return sorted(set(self._ranking[example.layer][: detail.heads]) & set(example.heads))
 
-    def _coarser(self, whole: Detail) -> Iterator[Detail]:
+    def _coarser(self, finest: Detail) -> Iterator[Detail]:
         """Every detail worth trying, finest first; the last is nothing at all."""
-        detail = whole
+        detail = finest
         for decimals in DECIMALS:
-            detail = replace(whole, decimals=decimals)
+            detail = replace(finest, decimals=decimals)
             yield detail
-        longest = max((max(seen.raw.shape[1:]) for seen in self.maps), default=0)
-        for tokens in range(min(longest, whole.tokens) - 1, LEAST_TOKENS - 1, -1):
+        longest = max((max(example.raw.shape[1:]) for example in self.maps), default=0)
+        for tokens in range(min(longest, finest.tokens) - 1, LEAST_TOKENS - 1, -1):
             detail = replace(detail, tokens=tokens)
             yield detail
-        for heads in range(whole.heads - 1, 0, -1):
+        for heads in range(finest.heads - 1, 0, -1):
             detail = replace(detail, heads=heads)
             yield detail
-        for examples in range(whole.examples - 1, -1, -1):
+        for examples in range(finest.examples - 1, -1, -1):
             yield replace(detail, examples=examples)
 
     def _estimate(self, detail: Detail) -> float:
         """Bytes that a detail will take, judged by a sample."""
-        blocks = [seen for seen in self.maps if self.heads_of(seen, detail)]
-        cells = sum(self._cells(seen, detail) for seen in blocks)
-        return cells * self._density(detail.decimals) + _OVERHEAD * len(blocks)
+        density = self._density(detail.decimals)
+        counts = [(example, len(self.heads_of(example, detail))) for example in self.maps]
+        return sum(
+            density * heads * _area(example, detail.tokens) + _frame(heads) + _REMAINS
+            for example, heads in counts
+            if heads
+        )
 
     def _density(self, decimals: int) -> float:
         if decimals not in self._densities:
             step = max(1, len(self.maps) // _SAMPLE)
-            sample = sorted(self.maps, key=lambda seen: seen.raw.numel())[step // 2 :: step]
+            sample = sorted(self.maps, key=lambda example: example.raw.numel())[step // 2 :: step]
             detail = Detail(decimals, 96, self.heads, self.examples)
-            bytes_ = sum(len(self.packed(seen, detail)) for seen in sample)
-            cells = sum(self._cells(seen, detail) for seen in sample)
+            bytes_ = sum(len(self.packed(example, detail)) for example in sample)
+            cells = sum(len(example.heads) * _area(example, detail.tokens) for example in sample)
             self._densities[decimals] = bytes_ / max(1, cells)
         return self._densities[decimals]
 
-    def _cells(self, seen: ExampleMaps, detail: Detail) -> int:
-        rows, columns = (min(size, detail.tokens) for size in seen.raw.shape[1:])
-        return len(self.heads_of(seen, detail)) * rows * columns
 
-    @cached_property
-    def _densities(self) -> dict[int, float]:
-        return {}
+def _by_null_share(maps: Sequence[ExampleMaps]) -> dict[LayerKey, list[int]]:
+    """Heads of each layer, those with the largest share of null attention first."""
+    sums: dict[LayerKey, dict[int, Tensor]] = {}
+    for example in maps:
+        raw, effective = example.raw.double(), example.effective.double()
+        squares = torch.stack([(raw - effective).square(), raw.square()]).sum((-2, -1))  # [2, h]
+        of_layer = sums.setdefault(example.layer, {})
+        for head, pair in zip(example.heads, squares.unbind(1), strict=True):
+            of_layer[head] = of_layer.get(head, 0) + pair
+    return {
+        layer: sorted(heads, key=lambda head: -float(heads[head][0] / (heads[head][1] or 1.0)))
+        for layer, heads in sums.items()
+    }
 
-    @cached_property
-    def _order(self) -> list[int]:
-        return sorted({seen.example for seen in self.maps})
 
-    @cached_property
-    def _ranking(self) -> dict[LayerKey, list[int]]:
-        """Heads of each layer, those with the largest share of null attention first."""
-        null: dict[LayerKey, dict[int, tuple[float, float]]] = {}
-        for seen in self.maps:
-            raw, effective = seen.raw.double(), seen.effective.double()
-            whole = raw.square().sum((1, 2)).tolist()
-            lost = (raw - effective).square().sum((1, 2)).tolist()
-            of_layer = null.setdefault(seen.layer, {})
-            for head, part, total in zip(seen.heads, lost, whole, strict=True):
-                before = of_layer.get(head, (0.0, 0.0))
-                of_layer[head] = (before[0] + part, before[1] + total)
-        return {
-            layer: sorted(heads, key=lambda head: -heads[head][0] / (heads[head][1] or 1.0))
-            for layer, heads in null.items()
-        }
+def _area(example: ExampleMaps, tokens: int) -> int:
+    rows, columns = (min(size, tokens) for size in example.raw.shape[1:])
+    return rows * columns
+
+
+def _frame(heads: int) -> int:
+    """Bytes of JSON around the block of so many heads."""
+    return 100 + 4 * heads
 
 
 def notes_on(detail: Detail, blocks: MapBlocks, asked: int, lengths: Sequence[int]) -> list[str]:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import base64
 import gzip
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
+
+Integers = np.ndarray[Any, np.dtype[np.int32]]
 
 _MISSING = np.iinfo(np.int32).min  # stands for NaN and infinities
 _LARGEST = np.iinfo(np.int32).max
 
 
-def whole(values: Tensor, decimals: int) -> np.ndarray:
+def whole(values: Tensor, decimals: int) -> Integers:
     """Round to decimals, as integers.
 
     Args:
@@ -29,11 +32,11 @@ def whole(values: Tensor, decimals: int) -> np.ndarray:
         is the smallest int32.
     """
     scaled = np.rint(values.double().numpy() * 10.0**decimals)
-    known = np.isfinite(scaled) & (np.abs(scaled) <= _LARGEST)
-    return np.where(known, scaled, _MISSING).astype(np.int32)
+    fits = np.isfinite(scaled) & (np.abs(scaled) <= _LARGEST)
+    return np.where(fits, scaled, _MISSING).astype(np.int32)
 
 
-def map_planes(raw: Tensor, effective: Tensor, decimals: int) -> list[np.ndarray]:
+def map_planes(raw: Tensor, effective: Tensor, decimals: int) -> list[Integers]:
     """Round raw attention, effective attention and their difference, each by itself.
 
     Args:
@@ -45,13 +48,13 @@ def map_planes(raw: Tensor, effective: Tensor, decimals: int) -> list[np.ndarray
         Integers of A and of A⊥, and what must be added to their difference, −1, 0 or 1, to give
         the integers of A − A⊥.
     """
-    one, two = whole(raw, decimals), whole(effective, decimals)
     null = whole(raw.double() - effective.double(), decimals)
-    known = (one != _MISSING) & (two != _MISSING)
-    return [one, two, np.where(known, null - one + two, 0).astype(np.int32)]
+    first, second = whole(raw, decimals), whole(effective, decimals)
+    fits = (first != _MISSING) & (second != _MISSING)
+    return [first, second, np.where(fits, null - first + second, 0).astype(np.int32)]
 
 
-def packed(planes: Sequence[np.ndarray]) -> str:
+def packed(planes: Sequence[Integers]) -> str:
     """Pack integers into text.
 
     Args:

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from attnlens.recovery.token_identifiability import TokenIdentifiabilityResult
-from attnlens.results import MEANINGS, LayeredResult
+from attnlens.results import MEANINGS, LayeredResult, LayerKey
 
 # The grids that open first, where present.
 _FIRST = ("effective_fraction", "rank", "entropy", "importance")
 
 
-def head_grids(
-    results: Sequence[LayeredResult], keys: Sequence[tuple[str, int]]
-) -> list[dict[str, Any]]:
+def _rank(field: str) -> int:
+    return _FIRST.index(field) if field in _FIRST else len(_FIRST)
+
+
+def head_grids(results: Sequence[LayeredResult], keys: Sequence[LayerKey]) -> list[dict[str, Any]]:
     """Lay out quantities of one number per head, the most telling first.
 
     Args:
@@ -28,27 +30,26 @@ def head_grids(
     Returns:
         A grid for each quantity.
     """
-    found: dict[str, dict[str, Any]] = {}
+    grids: dict[str, dict[str, Any]] = {}
     for result in results:
         if hasattr(result, "labels"):
             continue
-        for field, values in result.tensors().items():
-            if values.dim() != 2:
-                continue
+        matrices = {name: values for name, values in result.tensors().items() if values.dim() == 2}
+        for field, values in matrices.items():
             name = field.replace("_", " ")
-            again = f"{name}, {type(result).__name__.removesuffix('Result')}"
-            found[field if field not in found else again] = {
-                "name": name if field not in found else again,
+            if field in grids:  # another result has it as well
+                name = f"{name}, {type(result).__name__.removesuffix('Result')}"
+            grids[name if field in grids else field] = {
+                "name": name,
                 "meaning": MEANINGS.get(field, ""),
                 "layers": [keys.index(key) for key in result.layers],
                 "values": numbers(values),
             }
-    first = [name for name in _FIRST if name in found]
-    return [found[name] for name in [*first, *(name for name in found if name not in first)]]
+    return [grids[name] for name in sorted(grids, key=_rank)]
 
 
 def layer_curves(
-    results: Sequence[LayeredResult], keys: Sequence[tuple[str, int]]
+    results: Sequence[LayeredResult], keys: Sequence[LayerKey]
 ) -> list[dict[str, Any]]:
     """Lay out quantities by layer, with a line for each label.
 
@@ -69,7 +70,7 @@ def layer_curves(
 
 
 def _identified(
-    results: Sequence[TokenIdentifiabilityResult], keys: Sequence[tuple[str, int]]
+    results: Sequence[TokenIdentifiabilityResult], keys: Sequence[LayerKey]
 ) -> list[dict[str, Any]]:
     """Tokens identified by each map, beside what guessing would identify."""
     curves = []
@@ -87,7 +88,7 @@ def _identified(
 
 
 def _rates_apart(
-    result: TokenIdentifiabilityResult, keys: Sequence[tuple[str, int]]
+    result: TokenIdentifiabilityResult, keys: Sequence[LayerKey]
 ) -> list[dict[str, Any]]:
     """Tokens identified by label, and neighbours by offset, where there are several."""
     curves = []
@@ -103,15 +104,15 @@ def _rates_apart(
     return curves
 
 
-def _by_label(result: LayeredResult, keys: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
+def _by_label(result: LayeredResult, keys: Sequence[LayerKey]) -> list[dict[str, Any]]:
     """Quantities `[L]` and, of results with labels, `[L, G]`."""
     labels = getattr(result, "labels", None)
     curves = []
     for name, values in result.tensors().items():
         if name.endswith(("_error", "tokens")):
             continue
-        expected = (len(result.layers), *(() if labels is None else (len(labels),)))
-        if tuple(values.shape) != expected:
+        by_layer = (len(result.layers), *(() if labels is None else (len(labels),)))
+        if tuple(values.shape) != by_layer:
             continue
         lines = dict(zip(labels or [""], values.reshape(len(result.layers), -1).T, strict=True))
         title = f"{type(result).__name__.removesuffix('Result')}: {name.replace('_', ' ')}"
@@ -121,8 +122,8 @@ def _by_label(result: LayeredResult, keys: Sequence[tuple[str, int]]) -> list[di
 
 def _curve(
     name: str,
-    layers: Sequence[tuple[str, int]],
-    keys: Sequence[tuple[str, int]],
+    layers: Sequence[LayerKey],
+    keys: Sequence[LayerKey],
     lines: dict[str, Tensor],
     meaning: str = "",
 ) -> dict[str, Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import gzip
-import html
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,14 +11,14 @@ from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import Any
 
 from attnlens.errors import InputError
 from attnlens.files import versions, write_atomically
-from attnlens.reporting.content import document
+from attnlens.reporting.content import Content
 
 MOST_BYTES = 10_000_000
-_SHELL_BYTES = 100_000  # markup, notes and settings, generously
+_NOTES_BYTES = 4_000  # what the notes may take, generously
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def report(
     max_tokens: int = 128,
     max_bytes: int = MOST_BYTES,
 ) -> Report:
-    """Lay results out as an interactive page; needs `plotly`.
+    """Lay results out as an interactive page; needs `plotly` and `jinja2`.
 
     The page shows layer × head grids of statistics, raw and effective attention and their
     difference for a head and an example, attribution by layer for a token, and curves over
@@ -81,36 +79,28 @@ def report(
         InputError: if there is nothing to show, tokens do not fit, or the page cannot be that
             small.
     """
-    plotly = _plotly()
-    style, body, behaviour = _asset("page.css"), _asset("page.html"), _behaviour()
-    parts = (plotly.packed, style, behaviour, body)
-    fixed = sum(len(part.encode()) for part in parts) + _SHELL_BYTES
-    content = document(
+    template = _template()
+    content = Content(
         results,
         tokens,
         None if layers is None else set(layers),
         None if heads is None else set(heads),
-        max_tokens,
-        max_bytes - fixed,
     )
-    content |= {
+    about = {
         "model": without_folders(model),
         "settings": without_folders(dict(settings or {})),
         "versions": versions(),
     }
-    page = body.replace("/*style*/", style)
-    for name, digest in {"plotly": plotly.digest, "behaviour": _digest(behaviour)}.items():
-        page = page.replace(f"{{{{{name} digest}}}}", digest)
-    page = page.replace("{{title}}", html.escape(f"attnlens · {content['model'] or 'report'}"))
-    head, between, tail = _split(page, "{{plotly}}", "{{behaviour}}")
-    before, after = head.split("{{content}}")
-    page = "".join([before, _as_json(content), after, plotly.packed, between, behaviour, tail])
+    bare = template.render(content=content.without_maps(max_tokens) | about)
+    room = max_bytes - len(bare.encode()) - _NOTES_BYTES
+    document = content.with_maps(max_tokens, room) | about
+    page = template.render(content=document)
     if len(page.encode()) > max_bytes:
         raise InputError(
             f"The page needs {len(page.encode()):,} bytes, above max_bytes={max_bytes:,}. Pass "
             f"fewer examples, fewer max_tokens, or raise max_bytes."
         )
-    return Report(page, tuple(content["notes"]))
+    return Report(page, tuple(document["notes"]))
 
 
 def without_folders(entry: Any) -> Any:
@@ -136,51 +126,34 @@ def without_folders(entry: Any) -> Any:
     return entry
 
 
-class _Script(NamedTuple):
-    """A script to be unpacked by the page, and the digest by which the browser lets it run."""
-
-    packed: str
-    digest: str
-
-
 @cache
-def _plotly() -> _Script:
+def _template() -> Any:
+    """The page without its content, with its scripts and the digests that let them run."""
     try:
+        from jinja2 import Environment, StrictUndefined
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError as error:
         raise InputError(
-            'The report needs plotly. Install it: pip install "attnlens[report]"'
+            'The report needs plotly and jinja2. Install them: pip install "attnlens[report]"'
         ) from error
-    script: str = get_plotlyjs()
-    small = gzip.compress(script.encode(), mtime=0)
-    return _Script(base64.b64encode(small).decode(), _digest(script))
-
-
-def _behaviour() -> str:
-    """The page's own scripts as one, in a scope of its own."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    library: str = get_plotlyjs()
+    # The page's own scripts are one, in a scope of its own.
     scripts = "\n".join(_asset(f"{name}.js") for name in ("data", "figures", "page"))
-    return f'"use strict";\n(() => {{\n{scripts}}})();\n'
+    behaviour = f'"use strict";\n(() => {{\n{scripts}}})();\n'
+    constants = {
+        "style": _asset("page.css"),
+        "library": base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode(),
+        "behaviour": behaviour,
+        "digests": [_digest(library), _digest(behaviour)],
+    }
+    return environment.from_string(_asset("page.html"), globals=constants)
 
 
 def _asset(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _split(page: str, *marks: str) -> list[str]:
-    parts = []
-    for mark in marks:
-        part, page = page.split(mark)
-        parts.append(part)
-    return [*parts, page]
-
-
 def _digest(script: str) -> str:
     return base64.b64encode(sha256(script.encode()).digest()).decode()
-
-
-def _as_json(content: Mapping[str, Any]) -> str:
-    """JSON that is inert inside a script element, whatever its strings hold."""
-    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
-    for mark in "<>&\u2028\u2029":
-        text = text.replace(mark, f"\\u{ord(mark):04x}")
-    return text

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,9 @@ from typer.testing import CliRunner
 
 from attnlens import AttnLensWarning, HeadStatistics, InputError, Lens
 from attnlens.cli.commands import app
+from attnlens.cli.terminal import bars
 from attnlens.demo import model_folder, paragraphs
-from attnlens.reporting.head_table import explanation, head_table
+from attnlens.reporting.tables import explanation, head_table
 from attnlens.saving import load, read_header
 from attnlens.texts.loading import load_text_model
 from attnlens.texts.reading import read_examples
@@ -330,7 +332,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[2]
     return subprocess.run(
         [sys.executable, "-c", code], cwd=root, env={**os.environ, **environment},
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
 
 
@@ -359,3 +361,18 @@ def test_the_entry_point_runs_in_a_fresh_process(folders, text):
     assert finished.stderr.splitlines() == [
         "note: 1 of 3 examples were longer than 24 tokens and were cut there."
     ]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_bars_are_gone_afterwards_even_if_something_fails(monkeypatch, capsys, fails):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, as far as rich can tell
+    with suppress(InputError), bars() as progress:
+        progress("Loading [x]", 0, 1)
+        progress("Loading [x]", 1, 1)
+        progress("Reading", 0, 2)
+        if fails:
+            raise InputError("no")
+        progress("Reading", 2, 2)
+    said = capsys.readouterr().err
+    assert "Loading [x]" in said and "Reading" in said
+    assert said.count("\x1b[?25l") == said.count("\x1b[?25h") == 2  # the cursor hidden and shown

@@ -91,7 +91,7 @@ def test_too_few_texts_to_identify_are_a_note(folder, tmp_path):
     [
         (["--heads", "4"], "heads=[4] but"),
         (["--heads", "one"], "heads must be indices, as in 0,3. Got 'one'."),
-        (["--html", "none/report.html"], "its folder does not exist"),
+        (["--html", "none/report.html"], "there is no folder none"),
     ],
 )
 def test_wrong_choices_are_refused(folder, tmp_path, arguments, message):

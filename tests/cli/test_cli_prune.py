@@ -16,6 +16,7 @@ from attnlens.cli.commands import app
 from attnlens.demo import model_folder
 from attnlens.pruning.plan import HeadPlan
 from attnlens.pruning.scores import head_scores
+from tests.support.commands import without_frame
 
 TEXTS = ["The tram slid past the closed cinema and the yellow window.", "Rain again."]
 
@@ -88,7 +89,6 @@ def test_the_heads_are_removed_on_request(folder: Path, text: Path, tmp_path: Pa
 def test_errors_are_one_line(folder: Path, text: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     for arguments, message in (
-        ((folder, "--data", text, "--plan", path, "--score", "gradient"), "No score 'gradient'"),
         ((folder, "--data", text, "--plan", tmp_path / "no" / "plan.json"), "there is no folder"),
         ((folder, "--data", tmp_path / "none", "--plan", path), "Cannot read"),
         ((tmp_path, "--data", text, "--plan", path), "no config.json"),
@@ -96,4 +96,7 @@ def test_errors_are_one_line(folder: Path, text: Path, tmp_path: Path) -> None:
         result = run(*arguments)
         assert result.exit_code == 2 and result.stderr.startswith("error: ")
         assert message in result.stderr.replace("\n", " ")
+    needs_labels = run(folder, "--data", text, "--plan", path, "--score", "gradient")
+    assert needs_labels.exit_code == 2
+    assert "'gradient' is not one of 'effective_norm'" in without_frame(needs_labels.stderr)
     assert not path.exists()

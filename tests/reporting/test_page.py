@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import gzip
+import html
 import json
 import re
 from dataclasses import replace
 from decimal import Decimal
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -137,6 +139,40 @@ def test_what_does_not_fit_is_left_out_in_order(many, kilobytes, decimals, token
     assert ("heads per layer" in notes) == (0 < detail.examples and detail.heads < 8)
     assert ("of 6 examples are in the file" in notes) == (detail.examples < 6)
     assert ("--layers, --heads" in notes) == (detail.tokens < 60)
+
+
+HOSTILE = ["</script><script>1</script>", "<!--", "{{ 7 * 7 }}", "{% raw %}", "'\"&\u2028\u2029"]
+
+
+def test_nothing_from_outside_is_markup_or_template(seen):
+    model = "{{content}}{{ 7 * 7 }}</title><script>1</script>"
+    tokens = [(HOSTILE * 4)[:19], (HOSTILE * 2)[:6]]
+    report = attnlens.report(seen, tokens=tokens, model=model, settings={"a": HOSTILE})
+    assert report.html.count("<script") == report.html.count("</script>") == 3
+    title = re.search(r"<title>(.*?)</title>", report.html)[1]
+    assert html.unescape(title) == f"attnlens · {model}" and "<" not in title
+    found = re.search(r'id="content">(.*?)</script>', report.html, re.DOTALL)[1]
+    assert not set(found) & set("<>&'\u2028\u2029")
+    assert json.loads(found)["model"] == model and json.loads(found)["settings"] == {"a": HOSTILE}
+    assert [example["tokens"] for example in json.loads(found)["examples"]] == tokens
+
+
+def test_only_the_scripts_of_the_page_may_run(seen):
+    page = attnlens.report(seen).html
+    *_, packed_library, behaviour = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
+    scripts = [gzip.decompress(base64.b64decode(packed_library)), behaviour.encode()]
+    allowed = [
+        f"'sha256-{base64.b64encode(sha256(script).digest()).decode()}'" for script in scripts
+    ]
+    policy = re.search(r'Content-Security-Policy" content="(.*?)"', page)[1].split("; ")
+    assert policy[0] == "default-src 'none'" and policy[1] == f"script-src {' '.join(allowed)}"
+
+
+def test_long_tokens_leave_less_room_for_maps(many):
+    tokens = [["<" * 500] * 60] * 6  # six bytes for each letter
+    report = attnlens.report(many, tokens=tokens, max_bytes=5_000_000)
+    assert 4_000_000 < len(report.html.encode()) <= 5_000_000
+    assert content(report)["maps"] and "decimals" in report.notes[0]
 
 
 def test_heads_that_lose_most_stay(many):

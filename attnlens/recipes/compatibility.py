@@ -1,0 +1,24 @@
+"""Does attnlens work on a model of this name?"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from attnlens.checking import Verdict, check
+from attnlens.recipes.ingredients import Progress, load_named, silent
+from attnlens.texts.loading import load_model
+
+
+def check_model(model: nn.Module | str, progress: Progress = silent) -> Verdict:
+    """Run a model with and without a lens, and compare everything that a lens relies on.
+
+    Args:
+        model: the model, or its name; its inputs are made up from its configuration.
+        progress: told when the model is loaded.
+
+    Returns:
+        The verdict. An unsupported model is a verdict too, not an error.
+    """
+    if isinstance(model, str):
+        model = load_named(model, load_model, progress)
+    return check(model)

@@ -1,0 +1,25 @@
+"""The heads of the packaged encoder reading the packaged paragraphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attnlens.demo import MODEL, TEXT, model_folder, paragraphs
+from attnlens.recipes.head_report import HeadReport, report_heads
+from attnlens.recipes.ingredients import Progress, reader, silent
+from attnlens.recipes.page_content import PageContent
+
+
+def report_demo(page: PageContent | None = None, progress: Progress = silent) -> HeadReport:
+    """Look at every head of a small sentence encoder while it reads twelve paragraphs.
+
+    Args:
+        page: what a page is to hold; None makes none.
+        progress: told how far it is.
+
+    Returns:
+        The statistics, the page, and notes on what was cut or left out.
+    """
+    model = replace(reader(str(model_folder()), progress), name=MODEL)
+    about = {"text": TEXT, "lines": False}
+    return report_heads(model, paragraphs(), page=page, about=about, progress=progress)

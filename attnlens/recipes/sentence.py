@@ -1,0 +1,113 @@
+"""Which tokens of a sentence made each of its hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlens.attribution.hidden_tokens import HiddenTokenAttribution
+from attnlens.errors import InputError
+from attnlens.lens import Lens
+from attnlens.recipes.ingredients import Progress, plain, reader, silent
+from attnlens.texts.loading import TextModel
+
+
+@dataclass(frozen=True, eq=False)
+class SentenceAttribution:
+    """Contributions of the tokens of one sentence to its hidden states.
+
+    Attributes:
+        model: name of the model.
+        tokens: the n tokens.
+        probes: probes per token, or None where exact.
+        contribution: `[L, n, n]`, source then target, in `[0, 1]`.
+        standard_error: `[L, n, n]`.
+    """
+
+    model: str
+    tokens: tuple[str, ...]
+    probes: int | None
+    contribution: Tensor
+    standard_error: Tensor
+
+    @property
+    def own(self) -> Tensor:
+        """Contribution of every token to itself, `[L, n]`."""
+        return self.contribution.diagonal(dim1=-2, dim2=-1)
+
+    @property
+    def not_main(self) -> Tensor:
+        """Share of tokens that are not their own main contributor, `[L]`."""
+        return (self.own < self.contribution.amax(-2)).double().mean(-1)
+
+    def layer(self, index: int) -> int:
+        """Count a layer from the first.
+
+        Args:
+            index: the layer; negative ones count from the end.
+
+        Returns:
+            Its index, in `[0, L)`.
+
+        Raises:
+            InputError: if there is no such layer.
+        """
+        layers = len(self.contribution)
+        if not -layers <= index < layers:
+            raise InputError(f"layer must lie between {-layers} and {layers - 1}. Got {index}.")
+        return index % layers
+
+    def to_dict(self, layer: int = -1) -> dict[str, Any]:
+        """Return the contributions at a layer and a summary of all, ready for JSON.
+
+        Args:
+            layer: the layer; negative ones count from the end.
+
+        Returns:
+            The document; `contribution` has a row for each target.
+        """
+        layer = self.layer(layer)
+        document = {
+            "model": self.model,
+            "tokens": self.tokens,
+            "probes": self.probes,
+            "own_contribution": self.own.mean(-1),
+            "not_main_contributor": self.not_main,
+            "layer": layer,
+            "contribution": self.contribution[layer].mT,
+            "standard_error": None if self.probes is None else self.standard_error[layer].mT,
+        }
+        return plain(document)
+
+
+def attribute_sentence(
+    model: TextModel | str, sentence: str, probes: int | None = 8, progress: Progress = silent
+) -> SentenceAttribution:
+    """Attribute the hidden states of a sentence to its tokens.
+
+    Args:
+        model: the model, or its name.
+        sentence: the sentence; cut where the model cannot read on.
+        probes: probes per token, or None for exact.
+        progress: told how far it is.
+
+    Returns:
+        The contributions at every layer.
+    """
+    text_model = reader(model, progress)
+    (batch,) = text_model.batches(text_model.tokenise([sentence]), 1)
+    observer = HiddenTokenAttribution(probes, keep="matrices")
+    with Lens(text_model.model, observer), torch.no_grad():
+        text_model.model(**batch)
+    (matrices,) = observer.matrices
+    tokens = text_model.tokenizer.convert_ids_to_tokens(batch["input_ids"][0].tolist())
+    return SentenceAttribution(
+        text_model.name,
+        tuple(tokens),
+        probes,
+        matrices.contribution[:, 0],
+        matrices.standard_error[:, 0],
+    )

@@ -1,0 +1,87 @@
+"""How far the heads of two models are apart on the same texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from attnlens.comparison import HeadDrift, compare
+from attnlens.errors import InputError
+from attnlens.recipes.ingredients import Progress, plain, reader, silent
+from attnlens.texts.loading import TextModel
+
+DriftField = Literal["effective_cosine", "raw_cosine", "effective_fraction_change"]
+
+
+@dataclass(frozen=True, eq=False)
+class TextDrift:
+    """The drift of every head from one model to another on texts.
+
+    Attributes:
+        model_a: name of the first model.
+        model_b: name of the second.
+        examples: number of texts.
+        truncated: number of texts that were cut to the models' limit.
+        drift: one number per head and quantity.
+    """
+
+    model_a: str
+    model_b: str
+    examples: int
+    truncated: int
+    drift: HeadDrift
+
+    def most_moved(self, field: DriftField) -> tuple[int, int]:
+        """Find the head that moved most.
+
+        Args:
+            field: by which quantity.
+
+        Returns:
+            Row and head.
+        """
+        values = self.drift.tensors()[field]
+        moved = (1 - values if field.endswith("cosine") else values.abs()).nan_to_num(-1.0)
+        row, head = divmod(int(moved.argmax()), values.shape[1])
+        return row, head
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, ready for JSON."""
+        return plain({**vars(self), "drift": self.drift.to_dict()})
+
+
+def compare_on_texts(
+    model_a: TextModel | str,
+    model_b: TextModel | str,
+    texts: Sequence[str],
+    *,
+    batch_size: int = 8,
+    max_length: int | None = None,
+    progress: Progress = silent,
+) -> TextDrift:
+    """Compare every head of a model with the same head of another, on the same texts.
+
+    Args:
+        model_a: where the drift begins: a model, or its name.
+        model_b: where it has led to.
+        texts: at least one.
+        batch_size: most texts in a batch.
+        max_length: most tokens of a text; by default what the first model can read.
+        progress: told how far it is.
+
+    Returns:
+        The drift.
+
+    Raises:
+        InputError: if the models read the texts as different tokens.
+    """
+    before, after = reader(model_a, progress), reader(model_b, progress)
+    tokenised, other = (model.tokenise(texts, max_length) for model in (before, after))
+    if list(tokenised.columns["input_ids"]) != list(other.columns["input_ids"]):
+        raise InputError(
+            f"{before.name} and {after.name} read the text as different tokens, so their maps "
+            f"cannot be compared. Compare a model with one that was trained from it."
+        )
+    drift = compare(before.model, after.model, before.batches(tokenised, batch_size))
+    return TextDrift(before.name, after.name, len(texts), tokenised.truncated, drift)
