@@ -8,6 +8,7 @@ their differences.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -50,31 +51,34 @@ class RowForms(NamedTuple):
         return RowForms(*(torch.where(condition, one, two) for one, two in pairs))
 
 
-def row_forms(size: Tensor, ones: Tensor, along: Tensor, apart: Tensor, raw: Tensor) -> RowForms:
+def row_forms(
+    size: Tensor, outside: Tensor, along: Tensor, apart: Tensor, raw: Tensor, mass: Tensor
+) -> RowForms:
     """Combine the parts of effective rows.
 
-    A row of A⊥ has the coordinates `c = w / n + d`: those of even attention, with `w = Uᵀ1`, and
-    what the row has besides.
+    A row of A⊥ has the coordinates `c = t w / n + d`: those of even attention of the mass t, with
+    `w = Uᵀ1`, and what the row has besides.
 
     Args:
         size: n, the number of keys.
-        ones: `‖w‖²`.
+        outside: `1 − ‖w‖² / n`, squared sine of the angle of 1 to the value space.
         along: `⟨w, d⟩`.
         apart: `‖d‖²`.
         raw: row sums of A.
+        mass: t; near `raw`, so that little is left besides.
 
     Returns:
         The forms.
     """
     size = size.clamp(min=1)
-    even = ones / size
-    outside = (1 - even).clamp(min=0)  # squared sine of the angle of 1 to the value space
-    mixed = even / size + along / size
+    outside = outside.clamp(min=0)
+    total = mass * (1 - outside) + along
+    even = mass * (total + along) / size
     return RowForms(
-        total=even + along,
-        square=mixed + along / size + apart,
-        centred=(outside * (mixed + along / size) + apart - along.square() / size).clamp(min=0),
-        covariance=(1 - raw) * mixed + along / size + apart,
+        total=total,
+        square=even + apart,
+        centred=(outside * even + apart - along.square() / size).clamp(min=0),
+        covariance=(mass - raw) * total / size + mass * along / size + apart,
     )
 
 
@@ -91,114 +95,128 @@ class SharedForms(NamedTuple):
 
 
 def shared_forms(
-    factor: SharedFactor, context: Tensor, raw: Tensor, root: Tensor | None
+    factor: SharedFactor, outputs: Outputs, raw: Tensor, root: Tensor | None
 ) -> SharedForms:
     """Compute the forms of all rows where they share their keys, in the outputs' precision.
 
     Args:
         factor: of the values, `[B, Hv, …]`.
-        context: `[B, H, Q, D]` outputs `O = A V`; rows that do not count may hold anything.
-        raw: row sums of A, broadcastable to `[B, H, Q]`.
+        outputs: of all heads.
+        raw: row sums of A, `[B, H, Q]`.
         root: `[H, D, D]` float64 X with `‖A T‖ = ‖O X‖`; the identity when None.
 
     Returns:
         The forms.
     """
-    batch, heads, _, width = context.shape
-    dtype = working_dtype(context)
+    heads, width = outputs.context.shape[1], outputs.context.shape[3]
     size = factor.tokens.clamp(min=1).double()
     mean = factor.total / size[..., None]
-    shift = mean.nan_to_num(0.0, 0.0, 0.0).to(dtype)
-    rest = shift.double() - mean  # the shift is representable, the mean need not be
-    tail = torch.einsum("bhe,bhef,bhgf->bhg", rest, factor.whitening, factor.whitening)
-    columns = [factor.whitening, factor.ones[..., None], tail[..., None]]
-    maps = repeated(torch.cat(columns, -1), heads).to(dtype)
-    active = factor.support.active.expand(context.shape[:3])
-    result = context.new_empty((*context.shape[:3], 3), dtype=torch.float64)
-    output_square = context.new_zeros((batch, heads), dtype=torch.float64)
-    squares = _OutputSquares(repeated(shift, heads), root)
-    for some, rows, block in _less_shift(context, active, squares.shift):
-        image = block @ maps[some].flatten(0, 1)
+    columns = repeated(torch.cat([factor.whitening, factor.ones[..., None]], -1), heads)
+    # the shift is representable, the mean need not be
+    tail = torch.einsum("bhe,bhef->bhf", outputs.shift - repeated(mean, heads), columns)
+    tail, tail_along = tail[..., None, :width], tail[..., width:]
+    active = factor.support.active.expand(outputs.context.shape[:3])
+    blocks = _Blocks(outputs, active, raw, root)
+    result = raw.new_empty((*raw.shape, 3), dtype=torch.float64)
+    inside = torch.cat([columns, columns[..., :width] @ tail.mT], -1).to(blocks.dtype)
+    for some, rows, block in blocks:
+        image = block @ inside[some].flatten(0, 1)
         parts = (
             torch.linalg.vector_norm(image[..., :width], dim=-1).square_(),
             *image[..., width:].unbind(-1),
         )
         result[some, :, rows] = torch.stack(parts, -1).double().view(*result[some, :, rows].shape)
-        output_square[some] += squares.of(some, block)
     apart, along, beside = result.unbind(-1)
-
-    def of_heads(tensor: Tensor) -> Tensor:
-        return repeated(tensor, heads)[..., None]
-
-    # from the representable shift to the mean: d + (shift − mean) W
-    apart = apart + 2 * beside + of_heads(torch.linalg.vecdot(rest, tail))
-    along = along + of_heads(torch.linalg.vecdot(rest, factor.ones))
-    ones = of_heads(torch.linalg.vecdot(factor.total, factor.ones))
-    forms = row_forms(of_heads(size), ones, along, apart, raw)
+    mass = blocks.mass
+    apart = apart + 2 * mass * beside + mass.square() * tail.square().sum(-1)
+    along = along + mass * tail_along
+    size, outside = (repeated(part, heads)[..., None] for part in (size, factor.outside))
+    forms = row_forms(size, outside, along, apart, raw, mass)
     forms = RowForms(*(torch.where(active, part, 0.0) for part in forms))
-    return SharedForms(forms, output_square + squares.common(active.sum(-1)))
+    return SharedForms(forms, blocks.squares())
 
 
-def output_squares(context: Tensor, active: Tensor, root: Tensor | None) -> Tensor:
+class Outputs(NamedTuple):
+    """The outputs of all heads of a call.
+
+    Attributes:
+        context: `[B, H, Q, D]`, `O = A V`; rows that do not count may hold anything.
+        shift: `[B, H, D]` float64 m, about the mean value, representable in float32.
+        shifted: `[B, H]` bool, where `context` is `A (V − 1 m)`.
+    """
+
+    context: Tensor
+    shift: Tensor
+    shifted: Tensor
+
+
+def output_squares(outputs: Outputs, active: Tensor, raw: Tensor, root: Tensor | None) -> Tensor:
     """Compute `‖A T‖²_F` from the outputs.
 
     Args:
-        context: `[B, H, Q, D]` outputs `O = A V`; rows that do not count may hold anything.
+        outputs: of all heads.
         active: `[B, H, Q]` bool, the rows that count.
+        raw: row sums of A, `[B, H, Q]`.
         root: `[H, D, D]` float64 X with `‖A T‖ = ‖O X‖`; the identity when None.
 
     Returns:
         `[B, H]` float64.
     """
-    batch, heads, _, width = context.shape
-    shift = context.new_zeros((batch, heads, width), dtype=working_dtype(context))
-    squares = _OutputSquares(shift, root)
-    result = context.new_zeros((batch, heads), dtype=torch.float64)
-    for some, _, block in _less_shift(context, active, shift):
-        result[some] += squares.of(some, block)
-    return result
+    blocks = _Blocks(outputs, active, raw, root)
+    deque(blocks, maxlen=0)
+    return blocks.squares()
 
 
-class _OutputSquares:
-    """`Σ ‖o X‖²` from outputs less a shift: `‖(o − m) X‖² + 2 ⟨(o − m) X, m X⟩`, and `‖m X‖²`."""
+class _Blocks:
+    """Outputs less `t m`, block by block, and `Σ ‖o X‖²` of the blocks that were seen.
 
-    def __init__(self, shift: Tensor, root: Tensor | None) -> None:
-        self.shift = shift
-        image = shift.double()[..., None, :]  # [B, H, 1, D]
-        self._image = image if root is None else image @ root
-        self._root = None if root is None else root.to(shift.dtype)
+    That is `‖(o − t m) X‖² + 2 ⟨(o − t m) X, t m X⟩ + ‖t m X‖²`.
 
-    def of(self, some: slice, block: Tensor) -> Tensor:
-        """What the rows of a block `[b·H, q, D]` add, `[b, H]` float64."""
-        image = block
-        own = self._image[some].to(block.dtype)
-        if self._root is not None:
-            shape = (*own.shape[:2], *block.shape[1:])
-            image = (block.view(shape) @ self._root).flatten(0, 1)
-        norms = torch.linalg.vector_norm(image, dim=-1).double().square_()
-        common = self._image[some].flatten(0, 1)[:, 0]
-        along: Tensor = torch.linalg.vecdot(image.sum(-2).double(), common)
-        return (norms.sum(-1) + 2 * along).view(own.shape[:2])
-
-    def common(self, count: Tensor) -> Tensor:
-        """What `count` rows have in common, `[B, H]`."""
-        return count * self._image.square().sum((-1, -2))
-
-
-def _less_shift(
-    context: Tensor, active: Tensor, shift: Tensor
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Copy outputs less a shift block by block; rows that do not count stay zero.
-
-    Yields:
-        The examples, the rows, and `o − m` of all their heads, `[b·H, q, D]`.
+    Attributes:
+        dtype: working precision of the blocks.
+        mass: `[B, H, Q]` float64 t, the row sums of A in this precision.
     """
-    for some, rows in blocks_of_rows(context):
-        kept = active[some, :, rows]
-        block = selected_rows(context[some, :, rows], kept, shift.dtype).flatten(0, 1)
-        column = kept.flatten(0, 1)[..., None].to(block.dtype)
-        block.baddbmm_(column, shift[some].flatten(0, 1)[:, None], alpha=-1)
-        yield some, rows, block
+
+    def __init__(self, outputs: Outputs, active: Tensor, raw: Tensor, root: Tensor | None) -> None:
+        self.dtype = working_dtype(outputs.context)
+        self.mass = torch.where(active, raw, 0.0).to(self.dtype).double()
+        self._outputs = outputs
+        self._active = active
+        self._root = None if root is None else root.to(self.dtype)
+        shift = outputs.shift[..., None, :]
+        self._image = shift if root is None else shift @ root  # [B, H, 1, D]
+        self._sums = outputs.shift.new_zeros(active.shape[:2])
+
+    def __iter__(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Copy outputs less a shift block by block; rows that do not count stay zero.
+
+        Yields:
+            The examples, the rows, and `o − t m` of all their heads, `[b·H, q, D]`.
+        """
+        context, shift, shifted = self._outputs
+        column = torch.where(shifted[..., None], 0.0, self.mass).to(self.dtype)[..., None]
+        shift = shift.to(self.dtype)[..., None, :]
+        for some, rows in blocks_of_rows(context):
+            kept = self._active[some, :, rows]
+            block = selected_rows(context[some, :, rows], kept, self.dtype).flatten(0, 1)
+            block.baddbmm_(column[some, :, rows].flatten(0, 1), shift[some].flatten(0, 1), alpha=-1)
+            self._add(some, rows, block)
+            yield some, rows, block
+
+    def squares(self) -> Tensor:
+        """`Σ ‖o X‖²`, `[B, H]` float64."""
+        common = self._image.square().sum((-1, -2))
+        return self._sums + self.mass.square().sum(-1) * common
+
+    def _add(self, some: slice, rows: slice, block: Tensor) -> None:
+        mass = self.mass[some, :, rows]
+        image = block.view(*mass.shape, block.shape[-1])
+        if self._root is not None:
+            image = image @ self._root
+        norms = torch.linalg.vector_norm(image, dim=-1).double().square_()
+        along = mass.to(self.dtype)[..., None, :] @ image
+        common = torch.linalg.vecdot(along.double(), self._image[some])[..., 0]
+        self._sums[some] += norms.sum(-1) + 2 * common
 
 
 class HeadSums(NamedTuple):

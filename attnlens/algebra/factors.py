@@ -34,6 +34,8 @@ METHODS = ("auto", "cholesky", "eigh", "svd")
 # Squared condition number from which the basis of float64 values comes from an orthogonal
 # factorisation: that of a Gram matrix would lose a hundredth of the bar of 1e-12.
 _ORTHOGONAL = 1e4
+# Up to this squared sine, the difference from one is computed from the vector that is left.
+NEARLY_INSIDE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -158,10 +160,31 @@ class SharedFactor:
         return torch.einsum("bhf,bhef->bhe", coordinates, self.whitening)
 
     @cached_property
+    def outside(self) -> Tensor:
+        """Squared sine of the angle of the constant vector to the column space, `[B, H]`."""
+        size = self.tokens.clamp(min=1).double()
+        outside: Tensor = 1 - torch.linalg.vecdot(self.total, self.ones) / size
+        small = (outside < NEARLY_INSIDE) & ~self.free
+        if bool(small.any()):
+            example, head = small.nonzero(as_tuple=True)
+            keys = self.support.keys.expand(*small.shape, -1)[example, head]
+            rows = selected_rows(self.values[example, head], keys, torch.float64)
+            rest = keys.double() - (rows @ self.ones[small][..., None])[..., 0]
+            outside[small] = rest.square().sum(-1) / size[small]
+        return outside
+
+    @cached_property
     def simplex_rank(self) -> Tensor:
         """Numerical rank of `[T, 1]`, `[B, H]` int64: see :func:`simplex_ranks`."""
         return simplex_ranks(
-            self.gram, self.total, self.tokens, self.rank, self.whitening, self.ones, self.threshold
+            self.gram,
+            self.total,
+            self.tokens,
+            self.rank,
+            self.whitening,
+            self.ones,
+            self.outside,
+            self.threshold,
         )
 
     def condition(self, root: Tensor | None, heads: int) -> Tensor:
@@ -183,9 +206,7 @@ class SharedFactor:
             example, head = doubtful.nonzero(as_tuple=True)
             index = head * self.rank.shape[1] // squares.shape[1]
             keys = (self.support.keys & self.finite[..., None]).expand(-1, self.rank.shape[1], -1)
-            rows = selected_rows(
-                self.values[example, index][None], keys[example, index][None], torch.float64
-            )[0]
+            rows = selected_rows(self.values[example, index], keys[example, index], torch.float64)
             triangle = torch.linalg.qr(rows, mode="r").R
             sigma = torch.linalg.svdvals(triangle if root is None else triangle @ root[head])
             missing = squares.shape[-1] - sigma.shape[-1]
@@ -326,6 +347,7 @@ def simplex_ranks(
     rank: Tensor,
     whitening: Tensor,
     ones: Tensor,
+    outside: Tensor,
     threshold: Tensor,
 ) -> Tensor:
     """Decide the numerical rank of `[T, 1]`.
@@ -341,6 +363,7 @@ def simplex_ranks(
         rank: `[...]` int64, the rank of T.
         whitening: `[..., D, D]` float64 W with `W Wᵀ = (VᵀV)⁺`.
         ones: `[..., D]` float64, `(VᵀV)⁺ Vᵀ1`.
+        outside: `[...]` float64, squared sine of the angle of 1 to the column space.
         threshold: `[...]` float64, relative to the largest singular value of T.
 
     Returns:
@@ -348,7 +371,6 @@ def simplex_ranks(
     """
     width, size = gram.shape[-1], tokens.clamp(min=1).double()
     # tr of the inverse of G − (Vᵀ1)(Vᵀ1)ᵀ / n, by Sherman and Morrison
-    outside = 1 - torch.linalg.vecdot(total, ones) / size
     inverse = whitening.square().sum((-2, -1)) + ones.square().sum(-1) / (size * outside)
     bound = gram.diagonal(dim1=-2, dim2=-1).sum(-1) * inverse
     free = rank >= tokens

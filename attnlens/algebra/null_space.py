@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnlens.algebra.closed_forms import (
     HeadSums,
+    Outputs,
     RowForms,
     head_sums,
     output_squares,
@@ -23,7 +24,7 @@ from attnlens.algebra.values import repeated
 
 # Up to this variance of raw or effective attention, relative to its square, outputs and sums are
 # computed again: float32 loses the differences.
-_NEARLY_UNIFORM = 1e-4
+_NEARLY_UNIFORM = 1e-3
 _EPS64 = torch.finfo(torch.float64).eps
 
 
@@ -76,13 +77,13 @@ def null_space(problem: Problem, with_rows: bool) -> tuple[NullSpace, HeadSums |
     if raw is not None:
         even = (raw.total.square() / sizes.clamp(min=1)).sum(-1)
         doubtful = doubtful | (raw.centred.sum(-1) < _NEARLY_UNIFORM * even)
-    outputs, raw = problem.again(doubtful, raw)
+    outputs, raw = problem.again(doubtful, raw, problem.shift)
     rows = _rows(problem, outputs, raw)
     if raw is not None:
         even = rows.forms.centred.sum(-1) < _NEARLY_UNIFORM * rows.forms.square.sum(-1)
         if bool((even & ~doubtful).any()):
             doubtful = doubtful | even
-            outputs, raw = problem.again(doubtful, raw)
+            outputs, raw = problem.again(doubtful, raw, problem.shift)
             rows = _rows(problem, outputs, raw)
     free = (rows.rank == sizes) & (sizes > 0)
     whole = _sums_of(problem, free) if raw is None else raw
@@ -118,7 +119,7 @@ def null_space(problem: Problem, with_rows: bool) -> tuple[NullSpace, HeadSums |
     ), sums
 
 
-def _rows(problem: Problem, outputs: Tensor, raw: RowSums | None) -> _Rows:
+def _rows(problem: Problem, outputs: Outputs, raw: RowSums | None) -> _Rows:
     """Ranks and forms of every row, from its output."""
     total = torch.ones_like(problem.sizes, dtype=torch.float64) if raw is None else raw.total
     if isinstance(problem.factor, SharedFactor):
@@ -126,7 +127,7 @@ def _rows(problem: Problem, outputs: Tensor, raw: RowSums | None) -> _Rows:
     return _separate_rows(problem, problem.factor, outputs, total)
 
 
-def _shared_rows(problem: Problem, factor: SharedFactor, outputs: Tensor, total: Tensor) -> _Rows:
+def _shared_rows(problem: Problem, factor: SharedFactor, outputs: Outputs, total: Tensor) -> _Rows:
     forms, output_square = shared_forms(factor, outputs, total, problem.root)
     rank, simplex_rank = (
         repeated(rank, problem.heads)[..., None].expand(problem.sizes.shape)
@@ -135,24 +136,26 @@ def _shared_rows(problem: Problem, factor: SharedFactor, outputs: Tensor, total:
     return _Rows(rank, simplex_rank, forms, output_square)
 
 
-def _separate_rows(problem: Problem, factor: RowFactor, outputs: Tensor, total: Tensor) -> _Rows:
+def _separate_rows(problem: Problem, factor: RowFactor, outputs: Outputs, total: Tensor) -> _Rows:
     """Solve for every row in the values that it sees."""
     sizes = problem.sizes
     rank, simplex_rank = torch.zeros_like(sizes), torch.zeros_like(sizes)
-    ones, along, apart = (torch.zeros_like(total) for _ in range(3))
+    outside, along, apart = (torch.zeros_like(total) for _ in range(3))
     for chunk in factor.groups():
-        size = chunk.sizes.double()[:, None]
-        values = chunk.per_row(chunk.total)
-        rest = problem.outputs_of(chunk, outputs) - chunk.per_row(chunk.total / size)
+        values, mass = chunk.per_row(chunk.total), chunk.take(total)[..., None]
+        mean = chunk.per_row(chunk.total / chunk.sizes.double()[:, None])
+        shift = chunk.of_heads(outputs.shift)[:, :, None]
+        rest = problem.outputs_of(chunk, outputs, total) - mass * (mean - shift)
         solution = chunk.refined(rest)
         chunk.scatter(rank, chunk.per_row(chunk.whitening.rank))
         chunk.scatter(simplex_rank, chunk.per_row(chunk.simplex_rank))
-        chunk.scatter(ones, chunk.per_row(torch.linalg.vecdot(chunk.total, chunk.ones)))
+        chunk.scatter(outside, chunk.per_row(chunk.outside))
         chunk.scatter(along, torch.linalg.vecdot(values, solution))
         chunk.scatter(apart, torch.linalg.vecdot(rest, solution))
-    forms = row_forms(sizes, ones, along, apart, total)
+    forms = row_forms(sizes, outside, along, apart, total, total)
     forms = RowForms(*(torch.where(problem.active, part, 0.0) for part in forms))
-    return _Rows(rank, simplex_rank, forms, output_squares(outputs, problem.active, problem.root))
+    square = output_squares(outputs, problem.active, total, problem.root)
+    return _Rows(rank, simplex_rank, forms, square)
 
 
 def _sums_of(problem: Problem, rows: Tensor) -> RowSums:

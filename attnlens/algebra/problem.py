@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from attnlens.algebra.closed_forms import Outputs
 from attnlens.algebra.factors import SharedFactor, ValueBasis, shared_factor
 from attnlens.algebra.rowwise import RowFactor, RowGroups
 from attnlens.algebra.softmax import AttentionRows, RowSums
@@ -29,9 +30,22 @@ from attnlens.errors import InputError
 from attnlens.kernels.ranks import require_rtol
 from attnlens.kernels.torch_gram import selected_rows
 
-# From this squared condition number on, float32 outputs are computed again: their rounding is
-# amplified by its root.
-ILL_CONDITIONED = 1e6
+# From this bound of the squared condition number on, which is D² at least, float32 outputs are
+# computed again: their rounding is amplified by its root.
+_ILL_CONDITIONED = 1e5
+
+
+def ill_conditioned(bound: Tensor, width: int) -> Tensor:
+    """Tell where outputs in float32 amplify their rounding when they are solved for.
+
+    Args:
+        bound: at least the squared condition number of the values, or Inf where it is not known.
+        width: head dimension D.
+
+    Returns:
+        Bool, the shape of `bound`.
+    """
+    return bound > max(_ILL_CONDITIONED, 100 * width**2)
 
 
 class Call(Protocol):
@@ -261,46 +275,72 @@ class Problem:
             return outputs
         return self.rows.context(self._real_values)
 
-    def again(self, doubtful: Tensor, sums: RowSums | None = None) -> tuple[Tensor, RowSums | None]:
+    @cached_property
+    def shift(self) -> Tensor:
+        """About the mean value of every head, `[B, H, D]` float64, representable in float32."""
+        factor = self.over_all_keys
+        mean = factor.total / factor.tokens.clamp(min=1)[..., None]
+        return repeated(mean.nan_to_num(0.0, 0.0, 0.0).float().double(), self.heads)
+
+    def plain(self, shift: Tensor | None = None) -> Outputs:
+        """The outputs as they are, with a shift that has not been applied."""
+        batch, heads, _, width = self.outputs.shape
+        if shift is None:
+            shift = torch.zeros(
+                batch, heads, width, dtype=torch.float64, device=self.outputs.device
+            )
+        return Outputs(self.outputs, shift, torch.zeros_like(shift[..., 0], dtype=torch.bool))
+
+    def again(
+        self, doubtful: Tensor, sums: RowSums | None = None, shift: Tensor | None = None
+    ) -> tuple[Outputs, RowSums | None]:
         """Compute outputs, and sums of rows, of some heads again in float64.
 
         Args:
             doubtful: `[B, H]` bool, the heads.
             sums: sums to be replaced for them, or None.
+            shift: `[B, H, D]` float64, taken from their values; zero by default.
 
         Returns:
             All outputs, in float64 if there are such heads, and the sums.
         """
+        plain = self.plain(shift)
         if not self.can_refine or not bool(doubtful.any()):
-            return self.outputs, sums
+            return plain, sums
         example, head = doubtful.nonzero(as_tuple=True)
         part = self.support.of_heads(example, head)
         values = self.values[example, head * self.values.shape[1] // self.heads][:, None].double()
+        values = values - plain.shift[example, head][:, None, None]
         values = torch.where(part.keys[..., None], values, 0.0)
         found, context = self.rows.taken(example, head).sums(part, values)
-        outputs = self.outputs.double()
+        outputs = plain.context.double()
         assert context is not None
         outputs[example, head] = context[:, 0]
+        again = Outputs(outputs, plain.shift, doubtful)
         if sums is None:
-            return outputs, None
+            return again, None
         replaced = RowSums(*(part.clone() for part in sums))
         for whole, new in zip(replaced, found, strict=True):
             whole[example, head] = new[:, 0]
-        return outputs, replaced
+        return again, replaced
 
-    def outputs_of(self, chunk: RowGroups, outputs: Tensor) -> Tensor:
+    def outputs_of(self, chunk: RowGroups, outputs: Outputs, mass: Tensor) -> Tensor:
         """Pick the outputs of a chunk of rows, computed again where values are ill-conditioned.
 
         Args:
             chunk: the rows.
-            outputs: `[B, H, Q, D]`.
+            outputs: of all heads.
+            mass: `[B, H, Q]` float64 t, how often to subtract the shift m.
 
         Returns:
-            `[h, g, r, D]` float64.
+            `o − t m`, `[h, g, r, D]` float64.
         """
-        picked = chunk.take(outputs).double()
+        shift = chunk.of_heads(outputs.shift)[:, :, None]
+        left = torch.where(outputs.shifted[..., None], 0.0, mass)
+        picked = chunk.take(outputs.context).double() - chunk.take(left)[..., None] * shift
         whitening = chunk.whitening
-        doubtful = (whitening.rank < chunk.sizes) & (whitening.bound > ILL_CONDITIONED)
+        doubtful = ill_conditioned(whitening.bound, self.values.shape[-1])
+        doubtful &= whitening.rank < chunk.sizes
         doubtful = doubtful[:, chunk.group]  # [h, r]
         if not self.can_refine or not bool(doubtful.any()):
             return picked
@@ -309,7 +349,7 @@ class Problem:
         heads = heads.unflatten(0, (-1, chunk.shared))[chunk.heads].flatten()
         example = torch.full_like(heads, chunk.example)
         rows = self.rows.taken(example, heads, chunk.rows[some], chunk.span)
-        values = chunk.values.repeat_interleave(chunk.shared, 0)[:, None]
+        values = (chunk.values[:, None] - shift).flatten(0, 1)[:, None]
         context = rows.context(values)[:, 0].unflatten(0, (-1, chunk.shared))  # [h, g, s, D]
         picked[:, :, some] = torch.where(doubtful[:, None, some, None], context, picked[:, :, some])
         return picked
@@ -328,7 +368,8 @@ class Problem:
     def ill_conditioned(self) -> Tensor:
         """Heads whose outputs amplify rounding when solved for, `[B, H]` bool."""
         factor = self.over_all_keys
-        return repeated(~factor.free & (factor.bound > ILL_CONDITIONED), self.heads)
+        doubtful = ill_conditioned(factor.bound, self.values.shape[-1])
+        return repeated(doubtful & ~factor.free, self.heads)
 
     @cached_property
     def _real_values(self) -> Tensor:

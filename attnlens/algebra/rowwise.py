@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnlens.algebra.factors import simplex_ranks
+from attnlens.algebra.factors import NEARLY_INSIDE, simplex_ranks
 from attnlens.algebra.supports import Support
 from attnlens.kernels.ranks import rank_threshold
 from attnlens.kernels.torch_gram import Whitening, whiten, whiten_short, whiten_spectral
@@ -90,6 +90,17 @@ class RowGroups:
         return torch.einsum("hnd,hnde,hnfe->hnf", self.total, factor, factor)
 
     @cached_property
+    def outside(self) -> Tensor:
+        """Squared sine of the angle of 1 to the column space of each group, `[h, n]`."""
+        size = self.sizes.clamp(min=1).double()
+        outside: Tensor = 1 - torch.linalg.vecdot(self.total, self.ones) / size
+        small = (outside < NEARLY_INSIDE) & (self.whitening.rank < self.sizes)
+        if bool(small.any()):
+            rest = (1 - self.ones @ self.values.mT) * self.keys
+            outside = torch.where(small, rest.square().sum(-1) / size, outside)
+        return outside
+
+    @cached_property
     def simplex_rank(self) -> Tensor:
         """Numerical rank of `[T, 1]` of each group, `[h, n]` int64."""
         shape = self.whitening.rank.shape
@@ -100,6 +111,7 @@ class RowGroups:
             self.whitening.rank,
             self.whitening.factor,
             self.ones,
+            self.outside,
             self.threshold.expand(shape),
         )
 
@@ -132,13 +144,16 @@ class RowGroups:
             target: `[B, H, Q, ...]`, changed in place; H counts query heads.
             source: `[h, g or 1, r, ...]`.
         """
-        view = target.unflatten(1, (-1, self.shared))[self.example, self.heads]
-        view[:, :, self.rows] = source.to(target.dtype)
+        self.of_heads(target)[:, :, self.rows] = source.to(target.dtype)
 
     def take(self, source: Tensor) -> Tensor:
         """Pick this chunk's rows, `[B, H, Q, ...]` to `[h, g, r, ...]`."""
+        return self.of_heads(source)[:, :, self.rows]
+
+    def of_heads(self, source: Tensor) -> Tensor:
+        """Pick this chunk's heads, `[B, H, ...]` to `[h, g, ...]`."""
         heads: Tensor = source.unflatten(1, (-1, self.shared))[self.example, self.heads]
-        return heads[:, :, self.rows]
+        return heads
 
     def per_row(self, grouped: Tensor) -> Tensor:
         """Repeat a per-group quantity for its rows, `[h, n, ...]` to `[h, 1, r, ...]`."""

@@ -146,7 +146,8 @@ class HeadImportance(GradientObserver, SumObserver):
 
 def _by_example(real: Tensor, windows: int) -> Tensor:
     """Whether any window of an example is real: `[B, G]` to `[B / windows, G]`."""
-    return real.unflatten(0, (-1, windows)).any(1)
+    windowed: Tensor = real.unflatten(0, (-1, windows))
+    return windowed.any(1)
 
 
 def _averages(sums: Sums) -> Sums:

@@ -75,7 +75,9 @@ def label_means(problem: Problem, members: Tensor) -> LabelMeans:
     total = received.sum(-2)
     if isinstance(factor, SharedFactor):
         outputs, _ = problem.again(problem.ill_conditioned)
-        effective = _shared_sums(factor, selected_rows(outputs, active, torch.float64), members)
+        effective = _shared_sums(
+            factor, selected_rows(outputs.context, active, torch.float64), members
+        )
         free = repeated(factor.free, problem.heads)[..., None]
         effective = torch.where(free, total, effective)
     else:
@@ -103,7 +105,7 @@ def _row_sums(problem: Problem, factor: RowFactor, received: Tensor, members: Te
         there = members[chunk.example, chunk.span]
         of_label = (chunk.keys & member for member in there.T)  # [n, k]
         columns = torch.stack([keys.double() @ chunk.values for keys in of_label], -1)
-        solution = chunk.refined(problem.outputs_of(chunk, problem.outputs))
+        solution = chunk.refined(problem.outputs_of(chunk, problem.plain(), received[..., 0]))
         sums = contract("hgrd,hrdl->hgrl", solution, columns[:, chunk.group])
         free = chunk.per_row(chunk.whitening.rank == chunk.sizes)
         chunk.scatter(result, torch.where(free[..., None], chunk.take(received), sums))

@@ -87,17 +87,17 @@ def selected_rows(tensor: Tensor, keep: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy rows in one pass, with zeros in place of those that do not count.
 
     Args:
-        tensor: `[B, H, N, D]`, in any layout.
-        keep: `[B, 1 or H, N]` bool; rows elsewhere may hold anything, NaN included.
+        tensor: `[..., N, D]`, in any layout.
+        keep: bool, broadcastable to `[..., N]`; rows elsewhere may hold anything, NaN included.
         dtype: of the copy.
 
     Returns:
-        `[B, H, N, D]`, contiguous.
+        `[..., N, D]`, contiguous.
     """
     copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
     left_out = (~keep.expand(copy.shape[:-1])).flatten().nonzero()[:, 0]
     if len(left_out):  # by row: a mask that is broadcast along them takes five times as long
-        copy.flatten(0, 2).index_fill_(0, left_out, 0.0)
+        copy.flatten(0, -2).index_fill_(0, left_out, 0.0)
     return copy
 
 

@@ -480,8 +480,8 @@ def draws(draw: st.DrawFn) -> Draw:
     tokens, width = draw(st.integers(2, 30)), draw(st.integers(1, 10))
     heads, groups = draw(st.sampled_from([(1, 1), (2, 1), (2, 2)]))
     condition = 10.0 ** draw(st.integers(0, 8))
-    offset = 10.0 ** draw(st.integers(-1, 5)) if draw(st.booleans()) else 0.0
-    scale = 10.0 ** draw(st.integers(-6, 2))
+    offset = 10.0 ** draw(st.integers(-1, 4)) if draw(st.booleans()) else 0.0
+    scale = 10.0 ** draw(st.integers(-5, 2))
     kind = draw(st.sampled_from(MASKS))
     count = min(tokens, width)
     sigma = torch.logspace(0, -np.log10(condition), count, dtype=torch.float64)
