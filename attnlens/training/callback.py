@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from attnlens.attention.importance import HeadImportance
 from attnlens.capture import Kind
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError
+from attnlens.files import load_state, save_state
 from attnlens.lens import Lens
 from attnlens.observer import Observer
 from attnlens.tap.tap import Mode
@@ -29,8 +30,9 @@ from attnlens.training.recent import (
     layer_values,
     named_scalars,
 )
-from attnlens.training.state import NAME, read_state, write_state
 from attnlens.training.steps import calling_trainer, loss_scale, surround
+
+NAME = "attnlens_observers.safetensors"
 
 
 class LensCallback(TrainerCallback):
@@ -117,15 +119,28 @@ class LensCallback(TrainerCallback):
             for name, tensor in window.state(sync=_distributed()).items()
         }
         if _first_process() and Path(folder).is_dir():
-            write_state(folder, state, self._kinds())
+            save_state(state, Path(folder) / NAME, {"observers": self._kinds()})
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Restore what :meth:`save` wrote; a resumed training does so itself if it finds it.
 
         Args:
             folder: the checkpoint folder.
+
+        Raises:
+            InputError: if the folder holds no state, a damaged one, or that of other observers.
         """
-        state = read_state(folder, self._kinds())
+        path = Path(folder) / NAME
+        if not path.is_file():
+            raise InputError(
+                f"{folder} holds no {NAME}. Give a checkpoint saved with this callback."
+            )
+        state, about = load_state(path)
+        if about.get("observers") != self._kinds():
+            raise InputError(
+                f"{path} holds the state of {about.get('observers')}; here are {self._kinds()}. "
+                f"Use the observers it was saved with."
+            )
         for phase, window in self._windows.items():
             prefix = f"{phase}/"
             own = {n[len(prefix) :]: t for n, t in state.items() if n.startswith(prefix)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 import subprocess
 import sys
 import warnings
@@ -16,7 +17,6 @@ import accelerate
 import peft
 import pytest
 import torch
-from safetensors import safe_open
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
@@ -33,7 +33,8 @@ from attnlens import (
     LensCallback,
     monitor,
 )
-from attnlens.training.state import NAME
+from attnlens.files import load_state
+from attnlens.training.callback import NAME
 from tests.support import models
 from tests.support.finetuning import NO_DROPOUT, Sentences, classifier, losses, scalars, trainer
 from tests.support.hooks import hooks, is_clean, patched
@@ -481,8 +482,9 @@ def test_resume(tmp_path: Path, save_steps: int) -> None:
     run.train()
     folder = tmp_path / f"checkpoint-{save_steps}"
     assert [path.name for path in folder.glob("attnlens*")] == [NAME]
-    with safe_open(folder / NAME, framework="pt") as file:
-        assert "observers" in json.loads(file.metadata()["attnlens"])
+    assert load_state(folder / NAME)[1] == {"observers": [
+        "train HeadStatistics", "train HeadImportance", "eval HeadStatistics"
+    ]}  # fmt: skip
 
     resumed = LensCallback(both_observers(), every_n_steps=1, on="both")
     again = trainer(tmp_path, resumed, eval_steps=2, **options)
@@ -522,10 +524,25 @@ def test_a_state_of_other_observers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="HeadStatistics"):
         LensCallback([HeadImportance()]).load(tmp_path)
     (tmp_path / NAME).write_bytes(b"short")
-    with pytest.raises(InputError, match="damaged"):
+    with pytest.raises(InputError, match="not a complete safetensors file"):
         LensCallback().load(tmp_path)
     with pytest.raises(InputError, match="holds no"):
         LensCallback().load(tmp_path / "nowhere")
+
+
+def test_a_state_with_any_bit_flipped_is_refused(tmp_path: Path) -> None:
+    callback = LensCallback(both_observers(), every_n_steps=1)
+    trainer(tmp_path, callback).train()
+    callback.save(tmp_path)
+    content = (tmp_path / NAME).read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    chance = random.Random(0)
+    for trial in range(200):
+        broken = bytearray(content)  # every other flip is in the header, the smaller part
+        broken[chance.randrange(len(content) if trial % 2 else header)] ^= 1 << chance.randrange(8)
+        (tmp_path / NAME).write_bytes(broken)
+        with pytest.raises(AttnLensError, match=NAME):
+            LensCallback(both_observers(), every_n_steps=1).load(tmp_path)
 
 
 # Loops of one's own
