@@ -76,9 +76,9 @@ def save(
     """
     several = isinstance(result, (list, tuple))
     kinds = {type(entry).__name__ for entry in (result if several else [result])}
-    if len(kinds) != 1 or not kinds <= (ENTRIES if several else RESULTS).keys():
+    if len(kinds) != 1 or not kinds <= (ENTRIES if several else RESULTS | ENTRIES).keys():
         raise InputError(
-            f"Results to save are one of {', '.join(RESULTS)}, or a list of one of "
+            f"Results to save are one of {', '.join(RESULTS | ENTRIES)}, or a list of one of "
             f"{', '.join(ENTRIES)}. Got {', '.join(sorted(kinds))}"
             f"{' in a list' if several else ''}."
         )
@@ -136,13 +136,13 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _kind_of(path: str | os.PathLike[str], header: Mapping[str, Any]) -> type:
-    known = RESULTS if "fields" in header else ENTRIES if "entries" in header else {}
+    readable = ENTRIES if "entries" in header else RESULTS | ENTRIES
     kind = header["kind"]
     if kind == STATE:
         raise InputError(f"{path} holds a state, no result. Use load_state().")
-    if kind not in known:
+    if kind not in readable:
         raise InputError(f"{path} holds a {kind!r}. Readable: {', '.join(RESULTS | ENTRIES)}.")
-    return known[kind]
+    return readable[kind]
 
 
 class Writer:

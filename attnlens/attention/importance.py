@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ _QUANTITIES = ("importance", "magnitude", "positions", "examples", "skipped", "s
 
 
 @storable()
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HeadImportanceResult(LayeredResult):
     """Averages over examples, per layer and head; all `[L, H]` float64 on the CPU.
 
@@ -48,7 +49,13 @@ class HeadImportanceResult(LayeredResult):
     importance: Tensor
     token_importance: Tensor
 
-    _shown = "importance"
+    shown = ("importance",)
+    meanings: ClassVar = {
+        **LayeredResult.meanings,
+        "seen": "how many examples ran forward",
+        "importance": "how much the loss depends on a head, E |⟨O_h, ∂L/∂O_h⟩| per example",
+        "token_importance": "how much the loss depends on a head, E |⟨o_i, ∂L/∂o_i⟩| per token",
+    }
 
 
 class HeadImportance(GradientObserver, SumObserver):

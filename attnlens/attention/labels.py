@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from attnlens.saving import storable
 
 
 @storable()
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LabelAttentionResult(LayeredResult):
     """Mean attention to the tokens of each of G labels, by layer and head; float64 on the CPU.
 
@@ -31,7 +31,7 @@ class LabelAttentionResult(LayeredResult):
 
     Attributes:
         layers: `(stack, layer)` of each of the L rows.
-        label_names: names of the G labels.
+        labels: names of the G labels.
         examples: number of examples that counted, `[L, H]`.
         skipped: number of examples left out because a tensor held NaN or Inf, `[L, H]`.
         present: share of the examples with a token of the label, `[L, H, G]` in `[0, 1]`;
@@ -46,7 +46,7 @@ class LabelAttentionResult(LayeredResult):
     """
 
     layers: tuple[LayerKey, ...]
-    label_names: tuple[str, ...]
+    labels: tuple[str, ...]
     examples: Tensor
     skipped: Tensor
     present: Tensor
@@ -56,6 +56,18 @@ class LabelAttentionResult(LayeredResult):
     effective: Tensor
     effective_error: Tensor
     value_space: tuple[str, ...]
+
+    ends: ClassVar = dict.fromkeys(
+        ("present", "tokens", "raw", "raw_error", "effective", "effective_error"), "labels"
+    )
+    shown = ("effective", "raw")
+    meanings: ClassVar = {
+        **LayeredResult.meanings,
+        "present": "share of the examples with a token of the label",
+        "tokens": "share of the label in the tokens of an example",
+        "raw": "attention to the tokens of the label",
+        "effective": "attention to the tokens of the label that the output can see",
+    }
 
 
 class LabelAttention(SumObserver):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,13 +13,13 @@ from attnlens.algebra.problem import problem
 from attnlens.capture import Capture
 from attnlens.errors import AttnLensError, InputError, MemoryBoundError
 from attnlens.observer import Observer
-from attnlens.results import LayerKey
+from attnlens.results import LayerKey, Result
 from attnlens.saving import storable
 
 
 @storable("entry")
-@dataclass(frozen=True)
-class AttentionMap:
+@dataclass(frozen=True, repr=False)
+class AttentionMap(Result):
     """Raw and effective attention of one call.
 
     Attributes:
@@ -39,9 +38,7 @@ class AttentionMap:
     effective: Tensor
     mask: Tensor
 
-    def to_numpy(self) -> dict[str, np.ndarray]:
-        """Return raw, effective and mask, as arrays that share memory with the tensors."""
-        return {name: getattr(self, name).numpy() for name in ("raw", "effective", "mask")}
+    axes: ClassVar = {"example": "", "head": "heads", "query": "", "key": ""}
 
 
 class EffectiveAttention(Observer):

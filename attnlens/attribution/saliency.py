@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -13,13 +14,13 @@ from torch.nn.functional import pad
 from attnlens.capture import HiddenState
 from attnlens.errors import AttnLensError, InputError
 from attnlens.observer import Labels, LayerObserver, SumObserver, Sums
-from attnlens.results import LayeredResult, LayerKey
+from attnlens.results import LayeredResult, LayerKey, Result
 from attnlens.saving import storable
 
 
 @storable("entry")
-@dataclass(frozen=True, eq=False)
-class PassSaliency:
+@dataclass(frozen=True, eq=False, repr=False)
+class PassSaliency(Result):
     """Saliency of the tokens of one forward pass, example by example.
 
     Attributes:
@@ -32,9 +33,27 @@ class PassSaliency:
     norm: tuple[Tensor, ...]
     product: tuple[Tensor, ...]
 
+    def to_pandas(self) -> Any:
+        """Return a table with a row for each token at each layer, padding included; needs pandas.
+
+        Returns:
+            The `pandas.DataFrame`, indexed by stack, layer, example and token.
+        """
+        import pandas
+
+        names = ["stack", "layer", "example", "token"]
+        parts = []
+        for layer, norm, product in zip(self.layers, self.norm, self.product, strict=True):
+            index = pandas.MultiIndex.from_tuples(
+                [(*layer, *place) for place in np.ndindex(*norm.shape)], names=names
+            )
+            columns = {"norm": norm.flatten().numpy(), "product": product.flatten().numpy()}
+            parts.append(pandas.DataFrame(columns, index))
+        return pandas.concat(parts)
+
 
 @storable()
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TokenSaliencyResult(LayeredResult):
     """Averages over the real tokens of all backward passes, per layer.
 
@@ -62,8 +81,15 @@ class TokenSaliencyResult(LayeredResult):
     position_product: Tensor
     position_magnitude: Tensor
 
-    _shown = "norm"
-    _other = frozenset({"position_norm", "position_product", "position_magnitude"})
+    axes: ClassVar = {"layer": "layers", "label": "labels"}
+    apart = frozenset({"position_norm", "position_product", "position_magnitude"})
+    shown = ("norm",)
+    meanings: ClassVar = {
+        "tokens": "how many tokens counted",
+        "norm": "how strongly the loss depends on a token, ‖∂loss/∂e_i‖",
+        "product": "gradient × input of a token, ⟨∂loss/∂e_i, e_i⟩",
+        "magnitude": "size of gradient × input of a token",
+    }
 
 
 @dataclass(eq=False)

@@ -22,6 +22,7 @@ from attnlens.recipes.corpus_scan import scan_corpus
 from attnlens.recipes.ingredients import reader
 from attnlens.recovery.token_identifiability import TokenIdentifiabilityResult
 from attnlens.reporting.tables import explanation, head_table, layer_table, rates_table
+from attnlens.results import LayeredResult
 
 _HAS_TQDM = find_spec("tqdm") is not None
 
@@ -155,5 +156,5 @@ def _show_result(name: str, result: Any, console: Console) -> None:
         console.print(f"\n{explanation(result)}\n")
     elif isinstance(result, TokenIdentifiabilityResult):
         console.print(rates_table([result]))
-    elif hasattr(result, "layers") and hasattr(result, "tensors"):
+    elif isinstance(result, LayeredResult):
         console.print(layer_table(name, result))
