@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,9 +12,9 @@ from torch import Tensor
 from attnlens.algebra.problem import Problem, problem
 from attnlens.attention.label_sums import LabelMeans, label_means, label_members
 from attnlens.capture import Capture
-from attnlens.errors import AttnLensWarning, InputError
+from attnlens.errors import InputError
 from attnlens.kernels.ranks import require_rtol
-from attnlens.observer import Labels, SumObserver, Sums, stack_heads
+from attnlens.observer import Labels, SumObserver, Sums, warn_of_skipped
 from attnlens.results import LayeredResult, LayerKey
 from attnlens.saving import storable
 
@@ -93,6 +92,8 @@ class LabelAttention(SumObserver):
         Clark et al., "What Does BERT Look At?", BlackboxNLP 2019, section 3.2.
     """
 
+    alike = ("label_names", "rtol")
+
     def __init__(
         self,
         labels: Labels = None,
@@ -129,23 +130,6 @@ class LabelAttention(SumObserver):
         means = label_means(posed, members)
         self.add((capture.stack, capture.layer), _sums(capture, posed, means, members))
 
-    def merge(self, other: LabelAttention) -> LabelAttention:
-        """Add what another observer has seen.
-
-        Args:
-            other: of the same label names; left unchanged.
-
-        Returns:
-            This observer.
-
-        Raises:
-            InputError: if the other has other labels.
-        """
-        names = getattr(other, "label_names", self.label_names)
-        if names != self.label_names:
-            raise InputError(f"Cannot merge labels {names} into {self.label_names}.")
-        return super().merge(other)
-
     def compute(self) -> LabelAttentionResult:
         """Average over everything seen.
 
@@ -155,18 +139,10 @@ class LabelAttention(SumObserver):
         Raises:
             AttnLensError: if nothing was seen.
         """
-        layers = self.seen()
-        stacked = stack_heads([_averages(sums) for sums in layers.values()])
-        skipped = int(stacked["skipped"].nan_to_num().max())
-        if skipped:
-            warnings.warn(
-                f"{skipped} example(s) held NaN or Inf and were left out. Check the model's "
-                f"inputs.",
-                AttnLensWarning,
-                stacklevel=2,
-            )
-        spaces = tuple("T" if bool(s["has_projection_min"]) else "V" for s in layers.values())
-        return LabelAttentionResult(tuple(layers), self.label_names, value_space=spaces, **stacked)
+        layers, stacked = self.stacked(_averages)
+        warn_of_skipped(stacked["skipped"], layers)
+        spaces = tuple("T" if s["has_projection_min"] else "V" for s in self.seen().values())
+        return LabelAttentionResult(layers, self.label_names, value_space=spaces, **stacked)
 
 
 def _sums(capture: Capture, posed: Problem, means: LabelMeans, members: Tensor) -> Sums:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -14,9 +13,9 @@ from attnlens.algebra.closed_forms import HeadSums, pearson
 from attnlens.algebra.null_space import NullSpace, null_space
 from attnlens.algebra.problem import Problem, problem
 from attnlens.capture import Capture
-from attnlens.errors import AttnLensWarning, InputError
+from attnlens.errors import InputError
 from attnlens.kernels.ranks import require_rtol
-from attnlens.observer import SumObserver, Sums, stack_heads
+from attnlens.observer import SumObserver, Sums, warn_of_skipped
 from attnlens.results import LayeredResult
 from attnlens.saving import storable
 
@@ -110,6 +109,8 @@ class HeadStatistics(SumObserver):
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
     """
 
+    alike = ("fields", "rtol")
+
     def __init__(
         self,
         layers: Iterable[int] | None = None,
@@ -142,24 +143,10 @@ class HeadStatistics(SumObserver):
         Raises:
             AttnLensError: if nothing was seen.
         """
-        layers = self.seen()
-        stacked = stack_heads([_averages(sums) for sums in layers.values()])
-        self._warn_of_skipped(stacked["skipped"], list(layers))
-        spaces = tuple("T" if bool(s["has_projection_min"]) else "V" for s in layers.values())
-        return HeadStatisticsResult(tuple(layers), value_space=spaces, **stacked)
-
-    @staticmethod
-    def _warn_of_skipped(skipped: Tensor, keys: list[tuple[str, int]]) -> None:
-        at_fault = (skipped > 0).nonzero().tolist()
-        if at_fault:
-            row, head = at_fault[0]
-            stack, layer = keys[row]
-            warnings.warn(
-                f"{int(skipped.nan_to_num().max())} example(s) held NaN or Inf and were left out, "
-                f"first in {stack} layer {layer}, head {head}. Check the model's inputs.",
-                AttnLensWarning,
-                stacklevel=3,
-            )
+        layers, stacked = self.stacked(_averages)
+        warn_of_skipped(stacked["skipped"], layers)
+        spaces = tuple("T" if s["has_projection_min"] else "V" for s in self.seen().values())
+        return HeadStatisticsResult(layers, value_space=spaces, **stacked)
 
 
 def example_fields(posed: Problem, space: NullSpace, sums: HeadSums | None) -> Sums:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnlens.capture import HiddenState
-from attnlens.errors import AttnLensError, InputError
+from attnlens.errors import InputError
 from attnlens.observer import Labels, LayerObserver, SumObserver, Sums
 from attnlens.results import LayeredResult, LayerKey, Result
 from attnlens.saving import storable
@@ -126,6 +126,9 @@ class TokenSaliency(SumObserver, LayerObserver):
         positions: P, the number of positions from the first that are kept apart.
     """
 
+    needs_backward = True
+    alike = ("label_names", "positions")
+
     def __init__(
         self,
         layers: Iterable[int] | None = None,
@@ -182,18 +185,11 @@ class TokenSaliency(SumObserver, LayerObserver):
         Raises:
             AttnLensError: if no gradient was seen.
         """
-        keys = self.ordered()
-        if not keys:
-            raise AttnLensError(
-                "TokenSaliency has seen no gradient. Call backward() inside `with Lens(...)`, "
-                "and check `layers`."
-            )
-        rows = [{name: t.cpu() for name, t in self.sums[key].items()} for key in keys]
-        sums = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        keys, sums = self.stacked(lambda sums: sums)
         by_label = sums["by_label"] / sums["tokens"][:, None]  # [L, 3, G]
         by_position = sums["by_position"] / sums["positions"][:, None]  # [L, 3, P]
         return TokenSaliencyResult(
-            tuple(keys),
+            keys,
             self.label_names,
             sums["tokens"],
             *by_label.unbind(1),
@@ -204,6 +200,12 @@ class TokenSaliency(SumObserver, LayerObserver):
         """Forget everything seen."""
         super().reset()
         self._last = []
+
+    def _nothing(self) -> str:
+        return (
+            "TokenSaliency has seen no gradient. Call backward() inside `with Lens(...)`, and "
+            "check `layers`."
+        )
 
     def _receive(self, of: _Pass, state: HiddenState, gradient: Tensor) -> None:
         """Take the gradient of one hidden state."""

@@ -1,4 +1,4 @@
-"""Cut a corpus into windows of records, and a window into batches of similar length."""
+"""Cut a corpus into chunks of records, and a chunk into batches of similar length."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from attnlens.corpus.records import Entry, Record, Rejected
 
 
 @dataclass(frozen=True)
-class Window:
+class Chunk:
     """Consecutive records of a corpus, which are sorted by length and go to one process.
 
     Attributes:
-        index: number of the window in the corpus, from 0.
+        index: number of the chunk in the corpus, from 0.
         records: its records.
         line: number of lines of the corpus up to here, all files together.
         digest: of all records of the corpus up to here.
@@ -26,19 +26,19 @@ class Window:
     digest: str
 
 
-def windows(
+def chunks(
     entries: Iterable[Entry], size: int, reject: Callable[[int, Rejected], None]
-) -> Iterator[Window]:
-    """Cut a corpus into windows of records.
+) -> Iterator[Chunk]:
+    """Cut a corpus into chunks of records.
 
     Args:
         entries: the corpus.
-        size: records in a window; the last may hold fewer.
-        reject: told at once of what is no record, with the index of the window that is being
-            filled; it does not shift the windows.
+        size: records in a chunk; the last may hold fewer.
+        reject: told at once of what is no record, with the index of the chunk that is being
+            filled; it does not shift the chunks.
 
     Yields:
-        The windows.
+        The chunks.
     """
     digest, index = blake2b(digest_size=16), 0
     source, line, before = "", 0, 0
@@ -53,10 +53,10 @@ def windows(
         records.append(entry)
         digest.update(entry.content.encode() + b"\n")
         if len(records) == size:
-            yield Window(index, records, before + line, digest.hexdigest())
+            yield Chunk(index, records, before + line, digest.hexdigest())
             index, records = index + 1, []
     if records:
-        yield Window(index, records, before + line, digest.hexdigest())
+        yield Chunk(index, records, before + line, digest.hexdigest())
 
 
 def batches(lengths: Sequence[int], most: int, most_tokens: int) -> Iterator[list[int]]:

@@ -11,13 +11,10 @@ from typing import Any
 import attnlens.attention as attention
 import attnlens.attribution as attribution
 import attnlens.recovery as recovery
-from attnlens.attention.recording import Recording
-from attnlens.attribution.saliency import TokenSaliency
 from attnlens.errors import InputError
-from attnlens.observer import GradientObserver, LayerObserver, Observer
+from attnlens.observer import Observer
 
 _SHORT = {"attribution": "hidden-token-attribution"}
-_UNFIT = (GradientObserver, Recording, TokenSaliency)  # need a backward pass, or have no state
 
 
 def observer_names() -> dict[str, type[Observer]]:
@@ -80,16 +77,12 @@ def require_fit(observer: Any) -> Observer:
     if not isinstance(observer, Observer):
         raise InputError(f"Observers are instances, or names. Got {observer!r}.")
     name = type(observer).__name__
-    if isinstance(observer, Recording):
-        raise InputError(
-            "A Recording keeps whole captures, which have no state to resume from. Use it with a "
-            "Lens of your own."
-        )
-    if isinstance(observer, _UNFIT):
+    if observer.needs_backward:
         raise InputError(f"{name} needs a backward pass, and a scan makes none.")
-    if getattr(observer, "keep", None) == "matrices":
+    observer.require_state()
+    if observer.unsaved:
         raise InputError(
-            f"{name} is to keep matrices, which are no part of its state. Use keep='aggregates'."
+            f"{name} is to keep what a scan can neither save nor merge: {observer.unsaved}."
         )
     return observer
 
@@ -98,8 +91,7 @@ def _is_fit(kind: Any) -> bool:
     return (
         isinstance(kind, type)
         and issubclass(kind, Observer)
-        and kind not in (Observer, LayerObserver)
-        and not issubclass(kind, _UNFIT)
+        and not (kind.needs_backward or kind.missing_methods())
     )
 
 

@@ -1,4 +1,4 @@
-"""The state of a scan between two windows, and its file."""
+"""The state of a scan between two chunks, and its file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnlens.corpus.shards import Shard
 from attnlens.corpus.sums import ExactSums
 from attnlens.errors import InputError
 from attnlens.files import load_state, save_state
-from attnlens.observer import Observer
+from attnlens.observer import Observer, part_of
 
 ANEW = "Choose another folder, or begin anew with resume=False."
 _NAME = re.compile(r"shard-(\d+)-of-(\d+)\.safetensors")
@@ -53,14 +53,14 @@ class State:
 
     Attributes:
         observers: with their sums.
-        windows: number of windows of the whole corpus that are done or belong to others.
+        chunks: number of chunks of the whole corpus that are done or belong to others.
         digest: of the records in them.
         finished: whether the corpus ended there.
         counts: how much was read.
     """
 
     observers: tuple[ExactSums, ...]
-    windows: int = 0
+    chunks: int = 0
     digest: str = ""
     finished: bool = False
     counts: Counts = field(default_factory=Counts)
@@ -83,7 +83,7 @@ class State:
     def progress(self) -> dict[str, Any]:
         """Return what is no tensor, ready for JSON."""
         return {
-            "corpus": {"windows": self.windows, "digest": self.digest},
+            "corpus": {"chunks": self.chunks, "digest": self.digest},
             "finished": self.finished,
             "counts": asdict(self.counts),
         }
@@ -96,7 +96,7 @@ class State:
             progress: the latter.
         """
         for place, sums in enumerate(self.observers):
-            sums.load_state_dict(_of(tensors, place))
+            sums.load_state_dict(part_of(tensors, f"{place}/"))
         self.counts = Counts()
         self._move(progress)
 
@@ -108,19 +108,13 @@ class State:
             progress: of the other.
         """
         for place, sums in enumerate(self.observers):
-            sums.add_state(_of(tensors, place))
+            sums.add_state(part_of(tensors, f"{place}/"))
         self._move(progress)
 
     def _move(self, progress: Mapping[str, Any]) -> None:
-        self.windows, self.digest = progress["corpus"]["windows"], progress["corpus"]["digest"]
+        self.chunks, self.digest = progress["corpus"]["chunks"], progress["corpus"]["digest"]
         self.finished = progress["finished"]
         self.counts.add(Counts(**progress["counts"]))
-
-
-def _of(tensors: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:
-    """The tensors of one observer, by the names that it gave them."""
-    prefix = f"{place}/"
-    return {n[len(prefix) :]: t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def shard_path(folder: Path, shard: Shard) -> Path:

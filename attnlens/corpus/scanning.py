@@ -4,81 +4,33 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import IO, Any
 
 import torch
 from torch import nn
+from tqdm.auto import tqdm
 
 from attnlens.corpus import resuming as checkpoint
-from attnlens.corpus.chunks import Window, batches, windows
+from attnlens.corpus.chunks import Chunk, batches, chunks
 from attnlens.corpus.identity import model_identity, observer_identity, require_same
 from attnlens.corpus.named import named_observer, require_fit
 from attnlens.corpus.outcome import Scan, write_results
-from attnlens.corpus.progress import Bar, RejectedLog
 from attnlens.corpus.readers import Corpus, entries_of
 from attnlens.corpus.records import Record, Rejected
+from attnlens.corpus.settings import Handling, OnError, Settings
 from attnlens.corpus.shards import Shard, shard_of
 from attnlens.corpus.token_labels import TokenLabels
 from attnlens.errors import InputError
+from attnlens.files import remove_unfinished
 from attnlens.lens import Lens
 from attnlens.observer import Observer
 from attnlens.texts.loading import TextModel, TokenisedTexts, text_model
 
-OnError = Literal["skip", "raise"]
 Source = str | os.PathLike[str] | Corpus | Iterable[Any]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How records become batches; two scans with the same see the same batches.
-
-    Attributes:
-        batch_size: most examples in a batch.
-        batch_tokens: most tokens in a batch, padding included.
-        window: consecutive examples that are sorted by length before they are cut into batches.
-        max_length: most tokens of an example, or None for the model's limit.
-    """
-
-    batch_size: int = 32
-    batch_tokens: int = 1024
-    window: int = 256
-    max_length: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "batch_tokens", "window"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} must be a positive integer. Got {value!r}.")
-
-
-@dataclass(frozen=True)
-class Handling:
-    """What a scan does besides, which its results do not depend on.
-
-    Attributes:
-        checkpoint_every: least seconds between two checkpoints.
-        resume: whether to go on from a checkpoint.
-        on_error: `"skip"` what is no record, or `"raise"` at the first.
-        report: told of everything that is skipped, or None.
-    """
-
-    checkpoint_every: float = 30.0
-    resume: bool = True
-    on_error: OnError = "skip"
-    report: Callable[[Rejected], None] | None = None
-
-    def __post_init__(self) -> None:
-        if self.on_error not in get_args(OnError):
-            raise InputError(f'on_error must be "skip" or "raise". Got {self.on_error!r}.')
-        if not self.checkpoint_every >= 0:
-            raise InputError(
-                f"checkpoint_every must be a number of seconds, at least 0. Got "
-                f"{self.checkpoint_every!r}."
-            )
 
 
 def scan(
@@ -90,7 +42,7 @@ def scan(
     out: str | os.PathLike[str] | None = None,
     batch_size: int = Settings.batch_size,
     batch_tokens: int = Settings.batch_tokens,
-    window: int = Settings.window,
+    chunk: int = Settings.chunk,
     max_length: int | None = None,
     checkpoint_every: float = Handling.checkpoint_every,
     resume: bool = True,
@@ -121,8 +73,8 @@ def scan(
             nothing.
         batch_size: most examples in a batch.
         batch_tokens: most tokens in a batch, padding included.
-        window: number of consecutive examples that are sorted by length before they are cut into
-            batches. Windows are what processes share out and what is resumed from.
+        chunk: number of consecutive examples that are sorted by length before they are cut into
+            batches. Chunks are what processes share out and what is resumed from.
         max_length: most tokens of an example; by default what the model can read.
         checkpoint_every: least seconds between two checkpoints.
         resume: go on from the checkpoint in `out`, if there is one.
@@ -131,7 +83,7 @@ def scan(
         label_names: of the labels of words, for observers that are given by name.
         shard: index and count, such as `(0, 4)`, to look at a part of the corpus only, which
             :func:`~attnlens.corpus.merge_shards` then takes together with the others.
-        progress: show a bar with rate and time left; needs tqdm.
+        progress: show a bar with rate and time left.
         name: of the model, for the record.
 
     Returns:
@@ -141,8 +93,7 @@ def scan(
         InputError: if an argument is of the wrong kind or value, `out` holds a checkpoint of
             something else, or a record is bad and `on_error="raise"`.
     """
-    settings = Settings(batch_size, batch_tokens, window, max_length)
-    handling = Handling(checkpoint_every, resume, on_error, report)
+    settings = Settings(batch_size, batch_tokens, chunk, max_length)
     reads = text_model(model, tokenizer, name)
     reads.require_padding(batch_size)
     if model.training:
@@ -158,9 +109,10 @@ def scan(
     notes = {"name": reads.name, "named": named}
     folder = None if out is None else Path(out)
     with shard_of(shard) as part:
+        shown = progress and part.index == 0
+        handling = Handling(checkpoint_every, resume, on_error, report, shown)
         scanner = Scanner(reads, looking, settings, part, folder, notes)
-        with Bar(_lines_of(corpus) if progress else None, progress and part.index == 0) as bar:
-            scanner.read(corpus, handling, bar)
+        scanner.read(corpus, handling)
         return scanner.finish()
 
 
@@ -201,45 +153,48 @@ class Scanner:
         }
         self._lens = Lens(model.model, *self.observers)
 
-    def read(self, corpus: Corpus | Iterable[Any], handling: Handling, bar: Bar) -> None:
+    def read(self, corpus: Corpus | Iterable[Any], handling: Handling) -> None:
         """Read the corpus from the beginning, and look at what was not seen before.
 
         Args:
             corpus: the corpus.
             handling: what to do besides.
-            bar: shows how far it is.
 
         Raises:
             InputError: if it is not the corpus of the checkpoint.
         """
         path = self._prepared(handling)
-        known = self.state.windows
+        done = self.state.chunks
         entries = iter(corpus) if isinstance(corpus, Corpus) else entries_of(corpus)
         self.state.counts.rejected = 0  # counted again, from the beginning
         written, last, line = time.monotonic(), 0, 0
-        log_path = None if path is None else path.with_suffix(".rejected.txt")
-        with RejectedLog(log_path, handling.report) as log, ExitStack() as stack:
+        bar: Any = None
+        with ExitStack() as stack:
+            log = stack.enter_context(_rejected_log(path))
 
             def reject(index: int, entry: Rejected) -> None:
                 if handling.on_error == "raise":
                     raise InputError(str(entry))
                 if self.shard.owns(index):
                     self.state.counts.rejected += 1
-                    log.write(entry, known=index < known)
+                    log(entry)
+                    if handling.report is not None and index >= done:  # not told of before
+                        handling.report(entry)
 
-            for window in windows(entries, self.settings.window, reject):
-                last = window.index + 1
-                if last == known and window.digest != self.state.digest:
+            for chunk in chunks(entries, self.settings.chunk, reject):
+                last = chunk.index + 1
+                if last == done and chunk.digest != self.state.digest:
                     raise self._other_corpus("differs in what was seen of it")
-                if last > known:
-                    bar.begin(line)
-                    self._advance(window, stack)
-                    bar.move(window.line)
+                if last > done:
+                    if bar is None:
+                        bar = stack.enter_context(_bar(corpus, line, handling.progress))
+                    self._advance(chunk, stack)
+                    bar.update(chunk.line - bar.n)
                     if path is not None and time.monotonic() - written >= handling.checkpoint_every:
                         self._write(path)
                         written = time.monotonic()
-                line = window.line
-        if last < known:
+                line = chunk.line
+        if last < done:
             raise self._other_corpus("ends before what was seen of it")
         self.state.finished = True
         if path is not None:
@@ -265,36 +220,35 @@ class Scanner:
             return None
         checkpoint.require_one_layout(checkpoint.made(self.folder), self.shard)
         path = checkpoint.shard_path(self.folder, self.shard)
-        for unfinished in self.folder.glob(f".{path.name}.*.part"):
-            unfinished.unlink()  # a process was killed while it wrote
+        remove_unfinished(path)
         if handling.resume:
             checkpoint.resume(path, self.state, self.about)
         return path
 
-    def _advance(self, window: Window, stack: ExitStack) -> None:
-        """Look at a window, unless it is that of another process."""
-        if self.shard.owns(window.index):
+    def _advance(self, chunk: Chunk, stack: ExitStack) -> None:
+        """Look at a chunk, unless it is that of another process."""
+        if self.shard.owns(chunk.index):
             if not self._lens.active:  # a process may have nothing to look at
                 stack.enter_context(self._lens)
             with ExitStack() as sums:
                 for observer in self.state.observers:
-                    sums.enter_context(observer.window())
-                self._look(window)
-        self.state.windows, self.state.digest = window.index + 1, window.digest
+                    sums.enter_context(observer.chunk())
+                self._look(chunk)
+        self.state.chunks, self.state.digest = chunk.index + 1, chunk.digest
 
-    def _look(self, window: Window) -> None:
-        """Run the model on a window."""
-        texts = self._tokenised(window.records)
+    def _look(self, chunk: Chunk) -> None:
+        """Run the model on a chunk."""
+        texts = self._tokenised(chunk.records)
         settings = self.settings
         parts = batches(texts.lengths, settings.batch_size, settings.batch_tokens)
-        for place, chosen in enumerate(parts):
+        for place, members in enumerate(parts):
             for observer in self.observers:
-                observer.seek(window.index * settings.window + place)
-            batch = self.model.padded(texts, chosen)
+                observer.seek(chunk.index * settings.chunk + place)
+            batch = self.model.padded(texts, members)
             inputs = {name: tensor.to(self.model.model.device) for name, tensor in batch.items()}
-            with self.labels.given(texts, chosen, window.records), torch.no_grad():
+            with self.labels.given(texts, members, chunk.records), torch.no_grad():
                 self.model.model(**inputs)
-        counts = checkpoint.Counts(len(window.records), sum(texts.lengths), texts.truncated)
+        counts = checkpoint.Counts(len(chunk.records), sum(texts.lengths), texts.truncated)
         self.state.counts.add(counts)
 
     def _tokenised(self, records: Sequence[Record]) -> TokenisedTexts:
@@ -327,7 +281,30 @@ class Scanner:
         )
 
 
-def _lines_of(corpus: Corpus | Iterable[Any]) -> int | None:
-    if isinstance(corpus, Corpus):
-        return corpus.lines()
-    return len(corpus) if isinstance(corpus, Sized) else None
+@contextmanager
+def _rejected_log(path: Path | None) -> Iterator[Callable[[Rejected], None]]:
+    """Open a file beside a checkpoint for what was rejected, a line each, at the first of them."""
+    file: IO[str] | None = None
+    path = None if path is None else path.with_suffix(".rejected.txt")
+    if path is not None:
+        path.unlink(missing_ok=True)
+
+    def write(entry: Rejected) -> None:
+        nonlocal file
+        if path is not None:
+            file = file or open(path, "w", encoding="utf-8")
+            file.write(f"{entry}\n")
+
+    try:
+        yield write
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _bar(corpus: Corpus | Iterable[Any], line: int, shown: bool) -> Any:
+    """A bar over the lines of a corpus; the rate is measured from the line where work begins."""
+    total = len(corpus) if isinstance(corpus, Sized) else None
+    if shown and isinstance(corpus, Corpus):
+        total = corpus.lines()
+    return tqdm(total=total, initial=line, unit="line", smoothing=0.05, disable=not shown)

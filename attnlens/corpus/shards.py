@@ -19,7 +19,7 @@ _PATIENCE = timedelta(days=30)
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a corpus: every n-th window, from the i-th.
+    """A part of a corpus: every n-th chunk, from the i-th.
 
     Attributes:
         index: i, from 0.
@@ -31,9 +31,9 @@ class Shard:
     count: int = 1
     group: Any = None
 
-    def owns(self, window: int) -> bool:
-        """Tell whether a window belongs to it."""
-        return window % self.count == self.index
+    def owns(self, chunk: int) -> bool:
+        """Tell whether a chunk belongs to it, by its number."""
+        return chunk % self.count == self.index
 
     @property
     def complete(self) -> bool:

@@ -44,9 +44,9 @@ class TokenLabels:
         """Let observers know the labels of a batch.
 
         Args:
-            texts: a window, as token ids.
+            texts: a chunk, as token ids.
             chosen: indices of those in the batch.
-            records: the window.
+            records: the chunk.
 
         Yields:
             Nothing; afterwards the observers have no labels, as before.

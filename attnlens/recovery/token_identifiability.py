@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError
+from attnlens.observer import Labels
 from attnlens.recovery.map_training import MapTraining
-from attnlens.recovery.token_collector import ENTERED, SPLITS, Labels, TokenCollector
+from attnlens.recovery.token_collector import ENTERED, SPLITS, TokenCollector
 from attnlens.recovery.token_maps import Distance, MapKind, NormalEquations
 from attnlens.recovery.token_rates import (
     Counts,

@@ -219,7 +219,7 @@ def test_merged_halves_equal_one_run() -> None:
     one = observed(first)
     assert one.merge(observed(second)) is one
     assert_same(one.compute(), together)
-    with pytest.raises(InputError, match="Cannot merge labels"):
+    with pytest.raises(InputError, match="different label_names cannot be merged"):
         one.merge(LabelAttention(LABELS, NAMES[::-1]))
     restored = LabelAttention(LABELS, NAMES)
     restored.load_state_dict(observed(first).state_dict())

@@ -27,7 +27,7 @@ from attnlens.files import load_state
 
 WORDS = "river stone paper window garden letter engine winter candle market bridge teacher".split()
 COUNT = 64
-SETTINGS: dict[str, Any] = {"window": 8, "batch_size": 4, "batch_tokens": 40}
+SETTINGS: dict[str, Any] = {"chunk": 8, "batch_size": 4, "batch_tokens": 40}
 
 
 def texts(count: int = COUNT, seed: int = 0) -> list[str]:
