@@ -19,17 +19,10 @@ from attnlens.capture import Kind
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError
 from attnlens.files import load_state, save_state
 from attnlens.lens import Lens
-from attnlens.observer import Observer
+from attnlens.observer import Observer, part_of
 from attnlens.tap.tap import Mode
-from attnlens.training.recent import (
-    Choice,
-    Keep,
-    Window,
-    checked_observers,
-    forward_only,
-    layer_values,
-    named_scalars,
-)
+from attnlens.training.recent import Recent, checked_observers, forward_only
+from attnlens.training.scalars import Choice, Keep, layer_values, named_scalars
 from attnlens.training.steps import calling_trainer, loss_scale, surround
 
 NAME = "attnlens_observers.safetensors"
@@ -88,18 +81,19 @@ class LensCallback(TrainerCallback):
             raise InputError(f'on must be "train", "eval" or "both". Got {on!r}.')
         self.observers = checked_observers(observers)
         self.eval_observers = self.observers if on == "eval" else forward_only(self.observers)
-        if on == "eval" and len(forward_only(self.observers)) < len(self.observers):
-            raise InputError('HeadImportance needs a backward pass: use on="train" or on="both".')
+        backward = [type(o).__name__ for o in self.eval_observers if o.needs_backward]
+        if backward:
+            raise InputError(f'{backward[0]} needs a backward pass: use on="train" or on="both".')
         self.every_n_steps = every_n_steps
-        self._choice = Choice.of(keep, quantities)
+        self._choice = Choice(keep, quantities)
         self._histograms = histograms
         layers = layers if layers is None or isinstance(layers, (int, str)) else list(layers)
         self._make_lens = partial(Lens, layers=layers, kinds=kinds)
-        self._windows: dict[str, Window] = {}
+        self._recent: dict[str, Recent] = {}
         if on != "eval":
-            self._windows["train"] = Window(self.observers)
+            self._recent["train"] = Recent(self.observers)
         if on != "train":
-            self._windows["eval"] = Window(self.eval_observers)
+            self._recent["eval"] = Recent(self.eval_observers)
         self._lenses: dict[str, Lens] = {}
         self._trainer: Callable[[], Any] = lambda: None
         self._steps = self._batches = 0
@@ -115,8 +109,8 @@ class LensCallback(TrainerCallback):
         """
         state = {
             f"{phase}/{name}": tensor
-            for phase, window in self._windows.items()
-            for name, tensor in window.state(sync=_distributed()).items()
+            for phase, recent in self._recent.items()
+            for name, tensor in recent.state(sync=_distributed()).items()
         }
         if _first_process() and Path(folder).is_dir():
             save_state(state, Path(folder) / NAME, {"observers": self._kinds()})
@@ -141,10 +135,8 @@ class LensCallback(TrainerCallback):
                 f"{path} holds the state of {about.get('observers')}; here are {self._kinds()}. "
                 f"Use the observers it was saved with."
             )
-        for phase, window in self._windows.items():
-            prefix = f"{phase}/"
-            own = {n[len(prefix) :]: t for n, t in state.items() if n.startswith(prefix)}
-            window.restore(own, recent=_first_process())
+        for phase, recent in self._recent.items():
+            recent.restore(part_of(state, f"{phase}/"), recent=_first_process())
         self._restored = True
 
     def on_init_end(
@@ -164,8 +156,8 @@ class LensCallback(TrainerCallback):
                 "copies of the model that no hook can follow. Start it with torchrun."
             )
         if not self._restored:
-            for window in self._windows.values():
-                window.drop()
+            for recent in self._recent.values():
+                recent.drop()
             if state.global_step:
                 self._resume(args, state)
         self._restored = self._warned = False
@@ -180,7 +172,7 @@ class LensCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Warn, once in a training, if no step of the epoch was looked at."""
-        if "train" in self._windows and not self._steps and not self._warned:
+        if "train" in self._recent and not self._steps and not self._warned:
             self._warned = True
             warnings.warn(
                 f"every_n_steps={self.every_n_steps} looked at no step of a whole epoch, the one "
@@ -201,10 +193,10 @@ class LensCallback(TrainerCallback):
         if self._logging:
             return
         prefix = _evaluated(logs or {})
-        window = self._windows.get("train" if prefix is None else "eval")
-        if window is None:
+        recent = self._recent.get("train" if prefix is None else "eval")
+        if recent is None:
             return
-        results = window.close(sync=_distributed())
+        results = recent.close(sync=_distributed())
         scalars = named_scalars(results, self._choice)
         if not scalars:
             return
@@ -236,10 +228,10 @@ class LensCallback(TrainerCallback):
         metrics: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Close the window; a prediction is not logged."""
+        """Add what was seen to the totals; a prediction is not logged."""
         self._end_batches()
-        if "eval" in self._windows:
-            self._windows["eval"].close(sync=_distributed())
+        if "eval" in self._recent:
+            self._recent["eval"].close(sync=_distributed())
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -257,9 +249,9 @@ class LensCallback(TrainerCallback):
         if self._trainer() is trainer:
             return
         self._trainer = weakref.ref(trainer)
-        if "train" in self._windows:
+        if "train" in self._recent:
             surround(trainer, "training_step", self, self._around_step)
-        if "eval" in self._windows:
+        if "eval" in self._recent:
             surround(trainer, "prediction_step", self, self._around_batch)
 
     def _around_step(
@@ -270,10 +262,10 @@ class LensCallback(TrainerCallback):
             return nullcontext()
         self._steps += 1
         scale = loss_scale(trainer, num_items_in_batch)
-        window = self._windows["train"]
-        for given, recent in zip(window.totals, window.recent, strict=True):
-            if isinstance(given, HeadImportance) and isinstance(recent, HeadImportance):
-                recent.loss_scale = scale if given.loss_scale is None else given.loss_scale
+        recent = self._recent["train"]
+        for given, copy in zip(recent.totals, recent.observers, strict=True):
+            if isinstance(given, HeadImportance) and isinstance(copy, HeadImportance):
+                copy.loss_scale = scale if given.loss_scale is None else given.loss_scale
         return self._lens("train", trainer.model)
 
     def _around_batch(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
@@ -290,7 +282,7 @@ class LensCallback(TrainerCallback):
         """The lens of a phase, made anew when the Trainer has a new model."""
         lens = self._lenses.get(phase)
         if lens is None or lens.model is not model:
-            lens = self._make_lens(model, *self._windows[phase].recent)
+            lens = self._make_lens(model, *self._recent[phase].observers)
             self._lenses[phase] = lens
         return lens
 
@@ -301,9 +293,9 @@ class LensCallback(TrainerCallback):
         for writer in filter(None, writers):
             for result in results:
                 for name, _, label, heads in layer_values(result, self._choice):
-                    known = heads[~heads.isnan()]
-                    if len(known):
-                        writer.add_histogram(f"{prefix}attnlens/{name}/{label}", known, step)
+                    finite = heads[~heads.isnan()]
+                    if len(finite):
+                        writer.add_histogram(f"{prefix}attnlens/{name}/{label}", finite, step)
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
         given = args.resume_from_checkpoint
@@ -324,8 +316,8 @@ class LensCallback(TrainerCallback):
         """What must agree between a saved state and this callback."""
         return [
             f"{phase} {type(observer).__name__}"
-            for phase, window in self._windows.items()
-            for observer in window.totals
+            for phase, recent in self._recent.items()
+            for observer in recent.totals
         ]
 
 

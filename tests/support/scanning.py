@@ -1,7 +1,8 @@
 """A small model, a corpus and observers to scan it with; run as a module, processes of a scan.
 
-`python -m tests.scanning slow OUT` scans so slowly that it can be killed. `ranks OUT` scans with
-two processes of gloo, one of which is killed on its way, and with two more, which finish it.
+`python -m tests.support.scanning slow OUT` scans so slowly that it can be killed before it ends.
+`ranks OUT` scans with two processes of gloo, one of which is killed on its way, and with two more,
+which finish it.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ def scan(corpus: Any, looking: Any = None, **settings: Any) -> Scan:
     return attnlens.scan(model(), tokenizer(), corpus, looking, **(SETTINGS | settings))
 
 
-def slowly(items: list[str]) -> Iterator[str]:
-    for item in items:
-        time.sleep(0.05)
+def slowly(items: list[str], last: float = 0.05) -> Iterator[str]:
+    for place, item in enumerate(items):
+        time.sleep(last if place == len(items) - 1 else 0.05)
         yield item
 
 
@@ -99,7 +100,7 @@ def main() -> None:
     torch.set_num_threads(1)
     what, out = sys.argv[1], Path(sys.argv[2])
     if what == "slow":
-        scan(slowly(texts()), out=out, checkpoint_every=0.0)
+        scan(slowly(texts(), last=1800), out=out, checkpoint_every=0.0)
         return
     try:
         ranks(out, die=True)

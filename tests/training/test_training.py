@@ -31,6 +31,8 @@ from attnlens import (
     InputError,
     Lens,
     LensCallback,
+    TokenIdentifiability,
+    TokenSaliency,
     monitor,
 )
 from attnlens.files import load_state
@@ -111,7 +113,7 @@ def test_scalars_reach_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_each_log_tells_of_its_own_steps(tmp_path: Path) -> None:
-    """With a learning rate of zero the model stays, so every window can be computed apart."""
+    """With a learning rate of zero the model stays, so each log can be computed apart."""
     callback = LensCallback(both_observers(), every_n_steps=2, keep="all")
     model = classifier(**NO_DROPOUT)
     run = trainer(tmp_path, callback, model=model, learning_rate=0.0)
@@ -162,6 +164,8 @@ def test_keep(tmp_path: Path, keep: Any, leaves: set[str]) -> None:
         ({"keep": "some"}, "keep must be"),
         ({"keep": [3]}, "keep must be"),
         ({"observers": [EffectiveAttention()]}, "sums"),
+        ({"observers": [TokenIdentifiability()]}, "sums"),
+        ({"observers": [TokenSaliency()], "on": "eval"}, "TokenSaliency needs a backward"),
         ({"observers": [HeadImportance()], "on": "eval"}, "backward"),
     ],
 )
@@ -623,7 +627,7 @@ def test_monitor_keeps_nothing() -> None:
         for batch in batches(8):
             model(**batch).loss.backward()
             sizes.add(
-                sum(t.numel() for s in heads._window.recent[0].sums.values() for t in s.values())
+                sum(t.numel() for s in heads._recent.observers[0].sums.values() for t in s.values())
             )
             assert heads._lens._tap is not None and heads._lens._tap.gradients is not None
             assert not heads._lens._tap.gradients._waiting
@@ -659,7 +663,7 @@ def test_two_processes(tmp_path: Path) -> None:
     run = trainer(tmp_path, expected, model=model, per_device_train_batch_size=8, learning_rate=0.0)
     run.train()
     arguments = [sys.executable, "-m", "tests.support.two_processes", str(tmp_path)]
-    finished = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    finished = subprocess.run(arguments, capture_output=True, text=True, timeout=1800)
     assert finished.returncode == 0, finished.stderr[-3000:]
     for rank in range(2):
         callback = LensCallback(both_observers(), every_n_steps=1, keep="all")
