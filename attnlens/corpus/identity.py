@@ -62,36 +62,37 @@ def observer_identity(observer: Observer) -> dict[str, Any]:
 
 
 def require_same(
-    found: Mapping[str, Any], wanted: Mapping[str, Any], where: str, cure: str
+    written: Mapping[str, Any], expected: Mapping[str, Any], where: str, cure: str
 ) -> None:
     """Refuse to go on with, or to merge, what was made in another way.
 
     Args:
-        found: what is written down.
-        wanted: what it must be.
+        written: what is written down.
+        expected: what it must hold, perhaps among other things.
         where: the file.
         cure: what to do.
 
     Raises:
         InputError: naming what differs.
     """
-    for part in wanted:
-        if found.get(part) == wanted[part]:
-            continue
-        raise InputError(
-            f"{where} belongs to another scan, which differs in its {part}: "
-            f"{_difference(found.get(part), wanted[part])}. {cure}"
-        )
+    for part in expected:
+        if written.get(part) != expected[part]:
+            raise InputError(
+                f"{where} belongs to another scan, which differs in its {part}: "
+                f"{_difference(written.get(part), expected[part])}. {cure}"
+            )
 
 
-def _difference(found: Any, wanted: Any) -> str:
+def _difference(written: Any, expected: Any) -> str:
     """The entries in which two descriptions differ."""
-    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
-        names = [n for n in {**found, **wanted} if found.get(n) != wanted.get(n)]
-        return ", ".join(f"{n} is {found.get(n)!r}, not {wanted.get(n)!r}" for n in names)
-    if isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
-        return "; ".join(_difference(f, w) for f, w in zip(found, wanted, strict=True) if f != w)
-    return f"{found!r}, not {wanted!r}"
+    both = (written, expected)
+    if all(isinstance(one, Mapping) for one in both):
+        names = [n for n in written | expected if written.get(n) != expected.get(n)]
+        return ", ".join(f"{n} is {written.get(n)!r}, not {expected.get(n)!r}" for n in names)
+    if all(isinstance(one, list) for one in both) and len(written) == len(expected):
+        pairs = zip(written, expected, strict=True)
+        return "; ".join(_difference(one, other) for one, other in pairs if one != other)
+    return f"{written!r}, not {expected!r}"
 
 
 def _is_plain(value: Any) -> bool:

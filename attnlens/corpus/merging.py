@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +37,18 @@ def merge_shards(
     """
     paths = _complete([Path(folder) for folder in folders])
     first = load_state(paths[0])[1]
-    chosen = _made_again(first, paths[0]) if observers is None else tuple(observers)
-    wanted = {name: first[name] for name in ("model", "settings", "corpus")}
-    wanted["observers"] = [observer_identity(observer) for observer in chosen]
-    state = State.of(chosen)
+    again = _made_again(first, paths[0]) if observers is None else tuple(observers)
+    about = {name: first[name] for name in ("model", "settings", "corpus")}
+    about["observers"] = [observer_identity(observer) for observer in again]
+    state = State.of(again)
     for path in paths:
-        tensors, found = load_state(path)
-        require_same(found, wanted, str(path), "Merge shards of one scan.")
-        if not found["finished"]:
+        tensors, noted = load_state(path)
+        require_same(noted, about, str(path), "Merge shards of one scan.")
+        if not noted["finished"]:
             raise InputError(f"{path} is not finished. Run its scan again, which resumes it.")
-        state.add(tensors, found)
-    folder = made(Path(out))
-    results = write_results(folder, state, wanted, first["name"])
-    return Scan(chosen, state.counts, results=results)
+        state.add(tensors, noted)
+    results = write_results(made(Path(out)), state, about, first["name"])
+    return Scan(again, state.counts, results=results)
 
 
 def _complete(folders: Sequence[Path]) -> list[Path]:
@@ -57,14 +56,14 @@ def _complete(folders: Sequence[Path]) -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise InputError(f"There is no folder {folder}.")
-    found = [(shard, path) for folder in folders for path, shard in shard_files(folder)]
-    if not found:
+    files = [(shard, path) for folder in folders for path, shard in shard_files(folder)]
+    if not files:
         raise InputError(f"No shard of a scan is in {', '.join(map(str, folders)) or 'no folder'}.")
-    count = found[0][0].count
+    count = files[0][0].count
     by_index: dict[int, Path] = {}
-    for shard, path in found:
+    for shard, path in files:
         if shard.count != count:
-            raise InputError(f"{path} is one of {shard.count} shards, {found[0][1]} of {count}.")
+            raise InputError(f"{path} is one of {shard.count} shards, {files[0][1]} of {count}.")
         if shard.index in by_index:
             raise InputError(f"{path} is the same shard as {by_index[shard.index]}.")
         by_index[shard.index] = path
@@ -74,12 +73,12 @@ def _complete(folders: Sequence[Path]) -> list[Path]:
     return [by_index[index] for index in range(count)]
 
 
-def _made_again(found: dict[str, Any], path: Path) -> tuple[Observer, ...]:
+def _made_again(noted: Mapping[str, Any], path: Path) -> tuple[Observer, ...]:
     """Observers like those of a scan that named them."""
-    if not all(found["named"]):
+    if not all(noted["named"]):
         raise InputError(
             f"The observers of {path} were given as objects, not by name. Merge in Python, with "
             f"observers equal to them."
         )
-    described = zip(found["named"], found["observers"], strict=True)
+    described = zip(noted["named"], noted["observers"], strict=True)
     return tuple(named_observer(name, entry.get("label_names", ())) for name, entry in described)

@@ -50,16 +50,16 @@ def named_observer(text: str, label_names: Sequence[str] = ()) -> Observer:
     if name not in kinds:
         raise InputError(f"No observer {name!r}. There are: {', '.join(sorted(kinds))}.")
     kind = kinds[name]
-    chosen = _settings(settings, text)
+    arguments = _settings(settings, text)
     accepted = inspect.signature(kind).parameters
-    unknown = sorted(chosen.keys() - accepted)
+    unknown = sorted(arguments.keys() - accepted)
     if unknown:
         raise InputError(
             f"{kind.__name__} has no setting {unknown[0]!r}. It has: {', '.join(accepted)}."
         )
     if label_names and "label_names" in accepted:
-        chosen.setdefault("label_names", tuple(label_names))
-    return kind(**chosen)
+        arguments.setdefault("label_names", tuple(label_names))
+    return kind(**arguments)
 
 
 def require_fit(observer: Any) -> Observer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from attnlens.corpus.named import name_of
 from attnlens.corpus.resuming import Counts, State
 from attnlens.corpus.shards import Shard
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError
-from attnlens.files import versions, write_atomically
+from attnlens.files import versions, write_json
 from attnlens.observer import Observer
 from attnlens.saving import save
 
@@ -39,12 +38,12 @@ class Scan:
 
 def file_names(observers: Iterable[Observer]) -> list[str]:
     """Name the result of each observer: `head-statistics`, `head-statistics-2` and so on."""
-    seen: Counter[str] = Counter()
+    times: Counter[str] = Counter()
     names = []
     for observer in observers:
         name = name_of(type(observer))
-        seen[name] += 1
-        names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+        times[name] += 1
+        names.append(name if times[name] == 1 else f"{name}-{times[name]}")
     return names
 
 
@@ -72,8 +71,7 @@ def write_results(
     try:
         for name, result in results.items():
             _save(result, folder / f"{name}.safetensors", model, about)
-        text = json.dumps(document, indent=1, ensure_ascii=False)
-        write_atomically(folder / "scan.json", f"{text}\n".encode())
+        write_json(folder / "scan.json", document)
     except OSError as error:
         raise InputError(f"Cannot write to {folder}: {error.strerror or error}.") from error
     return results

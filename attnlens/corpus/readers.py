@@ -7,10 +7,11 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
 
-from attnlens.corpus.records import Entry, Fields, Record, Rejected, record_of, record_of_text
+from attnlens.corpus.records import Entry, Fields, Record, Rejected, record_of
 from attnlens.errors import InputError
 
 Format = Literal["text", "jsonl", "csv", "tsv", "parquet", "dataset"]
@@ -90,14 +91,14 @@ def entries_of(items: Iterable[Any]) -> Iterator[Entry]:
         if isinstance(item, (Record, Rejected)):
             yield item
         elif isinstance(item, str):
-            yield record_of_text(item, "records", line)
+            yield record_of({"text": item}, Fields(), "records", line)
         elif isinstance(item, tuple) and len(item) == 2:
             pair = dict(zip(("text", "pair"), item, strict=True))
             yield record_of(pair, Fields(pair="pair"), "records", line)
         else:
             names = item if isinstance(item, Mapping) else ()
-            chosen = {name: name for name in ("pair", "words", "labels") if name in names}
-            yield record_of(item, Fields(**chosen), "records", line)
+            parts = {name: name for name in ("pair", "words", "labels") if name in names}
+            yield record_of(item, Fields(**parts), "records", line)
 
 
 def _format_of(path: Path, format: Format | None) -> Format:
@@ -107,13 +108,13 @@ def _format_of(path: Path, format: Format | None) -> Format:
         raise InputError(f"format must be one of {', '.join(get_args(Format))}. Got {format!r}.")
     if path.is_dir():
         return "dataset"
-    found = format or _SUFFIXES.get(path.suffix.lower())
-    if found is None:
+    kind = format or _SUFFIXES.get(path.suffix.lower())
+    if kind is None:
         raise InputError(
             f"The format of {path} is unknown: its name ends in none of {', '.join(_SUFFIXES)}. "
             f"Name its format, one of {', '.join(get_args(Format))}."
         )
-    return found
+    return kind
 
 
 def _open(path: Path) -> TextIO:
@@ -132,27 +133,20 @@ def _lines(file: TextIO) -> Iterator[tuple[int, str | None]]:
         yield number, line.rstrip("\r\n") if whole else None
 
 
-def _too_long(path: Path, number: int) -> Rejected:
-    return Rejected(str(path), number, f"longer than {_LONGEST:,} characters")
-
-
-def _read_text(path: Path, fields: Fields) -> Iterator[Entry]:
+def _read_lines(
+    path: Path, fields: Fields, entry_of: Callable[[str, Fields, str, int], Entry]
+) -> Iterator[Entry]:
     """Every line that is not blank."""
     with _open(path) as file:
         for number, line in _lines(file):
             if line is None:
-                yield _too_long(path, number)
+                yield Rejected(str(path), number, f"longer than {_LONGEST:,} characters")
             elif line.strip():
-                yield record_of_text(line, str(path), number)
+                yield entry_of(line, fields, str(path), number)
 
 
-def _read_jsonl(path: Path, fields: Fields) -> Iterator[Entry]:
-    with _open(path) as file:
-        for number, line in _lines(file):
-            if line is None:
-                yield _too_long(path, number)
-            elif line.strip():
-                yield _object_of(line, fields, str(path), number)
+def _text_of(line: str, fields: Fields, source: str, number: int) -> Entry:
+    return record_of({"text": line}, Fields(), source, number)
 
 
 def _object_of(line: str, fields: Fields, source: str, number: int) -> Entry:
@@ -205,14 +199,6 @@ def _require(columns: Sequence[str], path: Path, fields: Fields) -> None:
             raise InputError(f"{path} has no column {name!r}. It has: {', '.join(columns)}.")
 
 
-def _read_csv(path: Path, fields: Fields) -> Iterator[Entry]:
-    return _read_table(path, fields, ",")
-
-
-def _read_tsv(path: Path, fields: Fields) -> Iterator[Entry]:
-    return _read_table(path, fields, "\t")
-
-
 def _read_parquet(path: Path, fields: Fields) -> Iterator[Entry]:
     datasets = _datasets()
     with _whole(path):
@@ -247,14 +233,14 @@ def _whole(path: Path) -> Iterator[None]:
 def _on_disk(path: Path) -> Any:
     datasets = _datasets()
     try:
-        found = datasets.load_from_disk(os.fspath(path))
+        saved = datasets.load_from_disk(os.fspath(path))
     except (FileNotFoundError, ValueError) as error:
         raise InputError(
             f"The folder {path} is no data set that datasets saved to disk: {error}"
         ) from error
-    if isinstance(found, dict):
-        raise InputError(f"{path} holds the splits {', '.join(found)}. Give the folder of one.")
-    return found
+    if isinstance(saved, dict):
+        raise InputError(f"{path} holds the splits {', '.join(saved)}. Give the folder of one.")
+    return saved
 
 
 def _datasets() -> Any:
@@ -285,10 +271,10 @@ def _count_parquet(path: Path) -> int:
 
 
 _READERS: dict[Format, Callable[[Path, Fields], Iterator[Entry]]] = {
-    "text": _read_text,
-    "jsonl": _read_jsonl,
-    "csv": _read_csv,
-    "tsv": _read_tsv,
+    "text": partial(_read_lines, entry_of=_text_of),
+    "jsonl": partial(_read_lines, entry_of=_object_of),
+    "csv": partial(_read_table, delimiter=","),
+    "tsv": partial(_read_table, delimiter="\t"),
     "parquet": _read_parquet,
     "dataset": _read_dataset,
 }

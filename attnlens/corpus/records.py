@@ -100,20 +100,6 @@ def record_of(entry: Any, fields: Fields, source: str, line: int) -> Entry:
         return Rejected(source, line, str(reason))
 
 
-def record_of_text(text: str, source: str, line: int) -> Entry:
-    """Turn a text into an example, if it is one.
-
-    Args:
-        text: the text.
-        source: the file.
-        line: line or row, from 1.
-
-    Returns:
-        The example, or why there is none.
-    """
-    return record_of({"text": text}, Fields(), source, line)
-
-
 def _field(entry: Mapping[str, Any], name: str) -> Any:
     if name not in entry:
         raise _Unfit(f"no field {name!r}")

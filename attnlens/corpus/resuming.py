@@ -132,8 +132,8 @@ def shard_files(folder: Path) -> Iterator[tuple[Path, Shard]]:
         Paths, and which shard each is.
     """
     for path in sorted(folder.iterdir()):
-        if found := _NAME.fullmatch(path.name):
-            yield path, Shard(int(found[1]), int(found[2]))
+        if name := _NAME.fullmatch(path.name):
+            yield path, Shard(int(name[1]), int(name[2]))
 
 
 def write(path: Path, state: State, about: Mapping[str, Any]) -> None:
@@ -162,9 +162,9 @@ def resume(path: Path, state: State, about: Mapping[str, Any]) -> None:
         about: what the scan is made of, which must be what it was made of.
     """
     if path.exists():
-        tensors, found = load_state(path)
-        require_same(found, about, str(path), ANEW)
-        state.restore(tensors, found)
+        tensors, noted = load_state(path)
+        require_same(noted, about, str(path), ANEW)
+        state.restore(tensors, noted)
 
 
 def made(folder: Path) -> Path:

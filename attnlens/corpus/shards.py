@@ -61,20 +61,20 @@ class Shard:
 
 
 @contextmanager
-def shard_of(chosen: Sequence[int] | None) -> Iterator[Shard]:
-    """Find the part of this process: as chosen, or its rank among the processes of a launcher.
+def shard_of(numbers: Sequence[int] | None) -> Iterator[Shard]:
+    """Find the part of this process: as asked for, or its rank among those of a launcher.
 
     Args:
-        chosen: index and count, or None.
+        numbers: index and count, or None.
 
     Yields:
         The shard. A process group that was set up for it ends with the block.
 
     Raises:
-        InputError: if a choice is out of range, or comes on top of several processes.
+        InputError: if the numbers are out of range, or come on top of several processes.
     """
-    if chosen is not None:
-        yield _chosen(chosen)
+    if numbers is not None:
+        yield _asked_for(numbers)
         return
     if not distributed.is_available() or not _several():
         yield Shard()
@@ -96,15 +96,15 @@ def _several() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
-def _chosen(chosen: Sequence[int]) -> Shard:
-    if len(chosen) != 2 or not 0 <= chosen[0] < chosen[1]:
+def _asked_for(numbers: Sequence[int]) -> Shard:
+    if len(numbers) != 2 or not 0 <= numbers[0] < numbers[1]:
         raise InputError(
             f"shard must be an index from 0 and a count above it, such as (0, 4). Got "
-            f"{tuple(chosen)}."
+            f"{tuple(numbers)}."
         )
     if _several():
         raise InputError(
             "This is one of several processes, which share a corpus by themselves. Leave shard "
             "out, or start it alone."
         )
-    return Shard(*chosen)
+    return Shard(*numbers)

@@ -69,9 +69,10 @@ def scan(corpus: Any, looking: Any = None, **settings: Any) -> Scan:
     return attnlens.scan(model(), tokenizer(), corpus, looking, **(SETTINGS | settings))
 
 
-def slowly(items: list[str], last: float = 0.05) -> Iterator[str]:
+def slowly(items: list[str], pause: float = 0.05, last: float = 0.05) -> Iterator[str]:
+    """The items, with pauses before each, in seconds, and before the last."""
     for place, item in enumerate(items):
-        time.sleep(last if place == len(items) - 1 else 0.05)
+        time.sleep(last if place == len(items) - 1 else pause)
         yield item
 
 
@@ -87,7 +88,9 @@ def work(rank: int, out: Path, port: int, die: bool) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    corpus = dying(texts(), 45) if die and rank == 1 else texts()
+    corpus: Any = texts()
+    if die:  # while the other process still reads, however busy the machine is
+        corpus = dying(texts(), 45) if rank == 1 else slowly(texts(), pause=0.0, last=1800)
     found = scan(corpus, out=out, checkpoint_every=0.0)
     assert found.shard.complete and bool(found.results) == (rank == 0)
     # Every process has the whole result, not only the one that writes.
