@@ -49,6 +49,10 @@ class Observer(ABC):
     def __init__(self, layers: Iterable[int] | None = None) -> None:
         self.layers = None if layers is None else frozenset(layers)
 
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.alike)
+        return f"{type(self).__name__}({settings})"
+
     @abstractmethod
     def update(self, capture: Capture) -> None:
         """Take one attention call into account.
@@ -260,10 +264,11 @@ class SumObserver(Observer):
             self.sums[key] = {name: tensor.clone() for name, tensor in sums.items()}
             return
         for name, tensor in sums.items():
-            if tensor.shape != total[name].shape:
+            if name not in total or tensor.shape != total[name].shape:
+                before = list(total[name].shape) if name in total else "none"
                 raise InputError(
-                    f"{key[0]} layer {key[1]} had {name} of shape {list(total[name].shape)} and "
-                    f"now has {list(tensor.shape)}. Use one observer per model."
+                    f"{key[0]} layer {key[1]} had {name} of shape {before} and now has "
+                    f"{list(tensor.shape)}. Use one observer per model."
                 )
             combine = _COMBINE.get(_suffix(name), torch.add)
             total[name] = combine(total[name], tensor.to(total[name].device))

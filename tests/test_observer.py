@@ -146,3 +146,5 @@ def test_sums_of_other_shapes_are_refused() -> None:
     total.add(("stack", 0), {"value": torch.zeros(2)})
     with pytest.raises(InputError, match=r"value of shape \[2\] and now has \[3\]"):
         total.add(("stack", 0), {"value": torch.zeros(3)})
+    with pytest.raises(InputError, match=r"other of shape none and now has \[2\]"):
+        total.add(("stack", 0), {"other": torch.zeros(2)})

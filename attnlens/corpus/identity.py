@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
@@ -58,7 +59,11 @@ def observer_identity(observer: Observer) -> dict[str, Any]:
         for name, value in vars(observer).items()
         if not name.startswith("_") and _is_plain(value)
     }
-    return {"class": type(observer).__name__, **_listed(settings)}
+    # As it will be read back.
+    identity: dict[str, Any] = json.loads(
+        json.dumps({"class": type(observer).__name__, **settings})
+    )
+    return identity
 
 
 def require_same(
@@ -99,10 +104,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, frozenset)):
         return all(_is_plain(entry) for entry in value)
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _listed(value: Any) -> Any:
-    """Tuples as the lists that JSON makes of them."""
-    if isinstance(value, dict):
-        return {name: _listed(entry) for name, entry in value.items()}
-    return [_listed(entry) for entry in value] if isinstance(value, (tuple, list)) else value

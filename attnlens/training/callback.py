@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
+from transformers import TrainerControl as Control
+from transformers import TrainerState as State
+from transformers import TrainingArguments as Arguments
 
 from attnlens.attention.importance import HeadImportance
 from attnlens.capture import Kind
@@ -139,14 +142,12 @@ class LensCallback(TrainerCallback):
             recent.restore(part_of(state, f"{phase}/"), recent=_first_process())
         self._restored = True
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Meet the Trainer."""
         self._meet(calling_trainer(self))
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: Arguments, state: State, control: Control, **kwargs: Any
     ) -> None:
         """Restore the state of a resumed training."""
         self._meet(calling_trainer(self))
@@ -163,14 +164,12 @@ class LensCallback(TrainerCallback):
         self._restored = self._warned = False
 
     def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: Arguments, state: State, control: Control, **kwargs: Any
     ) -> None:
         """Count the steps looked at anew."""
         self._steps = 0
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Warn, once in a training, if no step of the epoch was looked at."""
         if "train" in self._recent and not self._steps and not self._warned:
             self._warned = True
@@ -182,12 +181,7 @@ class LensCallback(TrainerCallback):
             )
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Arguments, state: State, control: Control, logs: Any = None, **kwargs: Any
     ) -> None:
         """Log what was seen since the last time, training and evaluation each with its own."""
         if self._logging:
@@ -208,34 +202,23 @@ class LensCallback(TrainerCallback):
         if self._histograms:
             self._write_histograms(results, prefix or "", state.global_step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Let go of the model."""
         self._lenses.clear()
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Begin the next evaluation with a first batch, and let go of the model."""
         self._end_batches()
 
     def on_predict(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Arguments, state: State, control: Control, metrics: Any = None, **kwargs: Any
     ) -> None:
         """Add what was seen to the totals; a prediction is not logged."""
         self._end_batches()
         if "eval" in self._recent:
             self._recent["eval"].close(sync=_distributed())
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Save the state beside the Trainer's."""
         self.save(_checkpoint(args, state))
 
@@ -263,9 +246,9 @@ class LensCallback(TrainerCallback):
         self._steps += 1
         scale = loss_scale(trainer, num_items_in_batch)
         recent = self._recent["train"]
-        for given, copy in zip(recent.totals, recent.observers, strict=True):
-            if isinstance(given, HeadImportance) and isinstance(copy, HeadImportance):
-                copy.loss_scale = scale if given.loss_scale is None else given.loss_scale
+        for total, copy in zip(recent.totals, recent.observers, strict=True):
+            if isinstance(total, HeadImportance) and isinstance(copy, HeadImportance):
+                copy.loss_scale = scale if total.loss_scale is None else total.loss_scale
         return self._lens("train", trainer.model)
 
     def _around_batch(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
@@ -297,9 +280,9 @@ class LensCallback(TrainerCallback):
                     if len(finite):
                         writer.add_histogram(f"{prefix}attnlens/{name}/{label}", finite, step)
 
-    def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
-        given = args.resume_from_checkpoint
-        folders = [_checkpoint(args, state), *([Path(given)] if isinstance(given, str) else [])]
+    def _resume(self, args: Arguments, state: State) -> None:
+        named = args.resume_from_checkpoint
+        folders = [_checkpoint(args, state), *([Path(named)] if isinstance(named, str) else [])]
         for folder in folders:
             if (folder / NAME).is_file():
                 self.load(folder)
@@ -314,22 +297,16 @@ class LensCallback(TrainerCallback):
 
     def _kinds(self) -> list[str]:
         """What must agree between a saved state and this callback."""
-        return [
-            f"{phase} {type(observer).__name__}"
-            for phase, recent in self._recent.items()
-            for observer in recent.totals
-        ]
+        return [f"{phase} {o!r}" for phase, recent in self._recent.items() for o in recent.totals]
 
 
 def _evaluated(logs: dict[str, Any]) -> str | None:
     """The prefix of an evaluation's log, such as `eval_`; None for a training's."""
-    for name in logs:
-        if name.endswith("_runtime") and name != "train_runtime":
-            return name.removesuffix("runtime")
-    return None
+    runtimes = (name for name in logs if name.endswith("_runtime") and name != "train_runtime")
+    return next((name.removesuffix("runtime") for name in runtimes), None)
 
 
-def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+def _checkpoint(args: Arguments, state: State) -> Path:
     return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
 
 

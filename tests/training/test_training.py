@@ -29,6 +29,7 @@ from attnlens import (
     HeadImportance,
     HeadStatistics,
     InputError,
+    LabelAttention,
     Lens,
     LensCallback,
     TokenIdentifiability,
@@ -487,7 +488,9 @@ def test_resume(tmp_path: Path, save_steps: int) -> None:
     folder = tmp_path / f"checkpoint-{save_steps}"
     assert [path.name for path in folder.glob("attnlens*")] == [NAME]
     assert load_state(folder / NAME)[1] == {"observers": [
-        "train HeadStatistics", "train HeadImportance", "eval HeadStatistics"
+        "train HeadStatistics(fields='all', rtol=None)",
+        "train HeadImportance()",
+        "eval HeadStatistics(fields='all', rtol=None)",
     ]}  # fmt: skip
 
     resumed = LensCallback(both_observers(), every_n_steps=1, on="both")
@@ -527,6 +530,9 @@ def test_a_state_of_other_observers_is_refused(tmp_path: Path) -> None:
     LensCallback([HeadStatistics()]).save(tmp_path)
     with pytest.raises(InputError, match="HeadStatistics"):
         LensCallback([HeadImportance()]).load(tmp_path)
+    LensCallback([LabelAttention(label_names=("noun", "verb"))]).save(tmp_path)
+    with pytest.raises(InputError, match="holds the state of"):
+        LensCallback([LabelAttention(label_names=("verb", "noun"))]).load(tmp_path)
     (tmp_path / NAME).write_bytes(b"short")
     with pytest.raises(InputError, match="not a complete safetensors file"):
         LensCallback().load(tmp_path)
