@@ -152,8 +152,14 @@ def write_json(path: str | os.PathLike[str], document: Mapping[str, Any]) -> Non
         path: where to; the folder must exist.
         document: plain values.
     """
+    write_atomically(path, f"{json_text(document)}\n".encode())
+
+
+def json_text(document: Mapping[str, Any]) -> str:
+    """Return plain values as JSON, encodable as UTF-8 whatever they hold."""
     text = json.dumps(document, indent=1, ensure_ascii=False)
-    write_atomically(path, f"{text}\n".encode())
+    # Names of files may hold lone surrogates, whose escape in Python is that of JSON.
+    return text.encode(errors="backslashreplace").decode()
 
 
 def read_json(path: str | os.PathLike[str], what: str) -> Any:

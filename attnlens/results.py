@@ -67,7 +67,12 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, numbers and strings, ready for JSON; NaN and infinity are None."""
-        return {name: _plain(value) for name, value in self._values().items()}
+        return plain({
+            name: [dict(zip(("stack", "layer"), key, strict=True)) for key in value]
+            if _are_layers(value)
+            else value
+            for name, value in self._values().items()
+        })
 
     def to_pandas(self) -> Any:
         """Return a table with a row for each place on the axes of the result; needs pandas.
@@ -227,6 +232,19 @@ def cell(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 100 else f"{value:.3g}"
 
 
+def plain(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn a document into what JSON can hold.
+
+    Args:
+        document: tensors, numbers, text, results and other dataclasses, or mappings and sequences
+            of these, by name.
+
+    Returns:
+        The same with lists for tensors, and None for numbers that are not finite.
+    """
+    return {name: _plain(entry) for name, entry in document.items()}
+
+
 def facts_html(title: str, facts: Iterable[tuple[str, object]]) -> str:
     """Lay out a title and named facts.
 
@@ -291,6 +309,13 @@ def _row_labels(layers: Sequence[LayerKey], prefix: str = "layer ") -> list[str]
     return [f"{stack} {layer}" if several else f"{prefix}{layer}" for stack, layer in layers]
 
 
+def _are_layers(value: Any) -> bool:
+    """Whether a field holds stacks and layers, such as `layers` does."""
+    return isinstance(value, tuple) and all(
+        isinstance(key, tuple) and list(map(type, key)) == [str, int] for key in value
+    )
+
+
 def _brief(value: Any) -> str:
     """A value in few characters."""
     if isinstance(value, Tensor):
@@ -307,17 +332,14 @@ def _brief(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold of a value."""
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if isinstance(value, Tensor):
         return _plain(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return plain(value)
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, tuple) and [type(part) for part in value] == [str, int]:
-        return dict(zip(("stack", "layer"), value, strict=True))
     if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import re
 from dataclasses import fields, replace
@@ -23,7 +24,14 @@ from attnlens import (
     Recording,
 )
 from attnlens.attention.statistics import HeadStatisticsResult
-from attnlens.files import load_state, save_state, write_atomically, write_sealed
+from attnlens.files import (
+    load_state,
+    read_json,
+    save_state,
+    write_atomically,
+    write_json,
+    write_sealed,
+)
 from attnlens.saving import load, read_header, save
 from tests.support import models
 
@@ -85,6 +93,15 @@ def test_one_file_of_the_package_writes_safetensors():
     writes = re.compile(r"save_file|tensor_files\.save|serialize")
     writers = [path.name for path in root.rglob("*.py") if writes.search(path.read_text())]
     assert writers == ["files.py"]
+
+
+def test_json_holds_names_of_any_bytes(tmp_path):
+    document = {"name": os.fsdecode(b"na\xc3\xafve \xff.txt"), "number": 0.1}
+    write_json(tmp_path / "a.json", document)
+    assert read_json(tmp_path / "a.json", "a document") == document
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(InputError, match=r"Cannot read a document from .*a\.json"):
+        read_json(tmp_path / "a.json", "a document")
 
 
 def test_views_are_saved_by_value(result, tmp_path):
