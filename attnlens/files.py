@@ -192,6 +192,26 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
         part.write_bytes(content)
 
 
+def make_folder(path: str | os.PathLike[str]) -> Path:
+    """Make a folder and those above it, unless they exist.
+
+    Args:
+        path: the folder.
+
+    Returns:
+        Its path.
+
+    Raises:
+        InputError: if it cannot be made.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"Cannot make the folder {folder}: {error.strerror}.") from error
+    return folder
+
+
 def remove_unfinished(path: str | os.PathLike[str]) -> None:
     """Remove what processes left beside a file that were killed while they wrote it."""
     for part in Path(path).parent.glob(_part_of(Path(path), "*").name):

@@ -11,13 +11,13 @@ from attnlens.corpus.records import Entry, Record, Rejected
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive records of a corpus, which are sorted by length and go to one process.
+    """Consecutive records of a corpus, which one process sorts by length and reads.
 
     Attributes:
         index: number of the chunk in the corpus, from 0.
         records: its records.
-        line: number of lines of the corpus up to here, all files together.
-        digest: of all records of the corpus up to here.
+        line: number of lines of the corpus up to the end of the chunk, over all files.
+        digest: digest of all records of the corpus up to the end of the chunk.
     """
 
     index: int
@@ -33,9 +33,9 @@ def chunks(
 
     Args:
         entries: the corpus.
-        size: records in a chunk; the last may hold fewer.
-        reject: told at once of what is no record, with the index of the chunk that is being
-            filled; it does not shift the chunks.
+        size: number of records in a chunk; the last may hold fewer.
+        reject: called at once with every rejected entry and the index of the chunk that is being
+            filled. Rejected entries belong to no chunk.
 
     Yields:
         The chunks.
@@ -60,12 +60,12 @@ def chunks(
 
 
 def batches(lengths: Sequence[int], most: int, most_tokens: int) -> Iterator[list[int]]:
-    """Put texts of similar length together, the longest first.
+    """Group texts of similar length, the longest first.
 
     Args:
         lengths: number of tokens of each text.
         most: most texts in a batch.
-        most_tokens: most tokens in a batch, padding included; a longer text is a batch of its own.
+        most_tokens: most tokens in a batch, padding included; a longer text is a batch by itself.
 
     Yields:
         Indices of texts.

@@ -1,4 +1,4 @@
-"""What a scan was made of, in a form that can be written down and compared."""
+"""Model, tokenizer and observers of a scan in a form that can be saved and compared."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SENTENCE = "The 2nd test, naïvely: don't tokenise “this” twice!"
 
 
 def model_identity(model: TextModel) -> dict[str, str]:
-    """Describe a model and its tokenizer by digests; the name of a folder tells nothing.
+    """Describe a model and its tokenizer by digests of what they are, not by their name.
 
     Args:
         model: the model.
 
     Returns:
-        Digests. That of the weights is over shapes, types and a sample of each tensor, so that
-        fine-tuning changes it and a large model is not read in full.
+        Digests of weights and tokenizer. The former covers shape, type and a sample of every
+        tensor: fine-tuning changes it, and a large model is not read in full.
     """
     tokenizer = model.tokenizer
     words = blake2b(type(tokenizer).__name__.encode(), digest_size=16)
@@ -52,33 +52,30 @@ def observer_identity(observer: Observer) -> dict[str, Any]:
         observer: the observer.
 
     Returns:
-        Something that JSON can hold.
+        Class and settings by name, as they are read back from JSON.
     """
     settings = {
         name: sorted(value) if isinstance(value, frozenset) else value
         for name, value in vars(observer).items()
         if not name.startswith("_") and _is_plain(value)
     }
-    # As it will be read back.
-    identity: dict[str, Any] = json.loads(
-        json.dumps({"class": type(observer).__name__, **settings})
-    )
-    return identity
+    described = {"class": type(observer).__name__, **settings}
+    return dict(json.loads(json.dumps(described)))
 
 
 def require_same(
     written: Mapping[str, Any], expected: Mapping[str, Any], where: str, cure: str
 ) -> None:
-    """Refuse to go on with, or to merge, what was made in another way.
+    """Refuse the checkpoint of another scan.
 
     Args:
-        written: what is written down.
-        expected: what it must hold, perhaps among other things.
+        written: the entries of the checkpoint.
+        expected: entries that it must hold, perhaps among others.
         where: the file.
-        cure: what to do.
+        cure: what the user can do, for the error.
 
     Raises:
-        InputError: naming what differs.
+        InputError: naming the entries that differ.
     """
     for part in expected:
         if written.get(part) != expected[part]:

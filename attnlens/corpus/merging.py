@@ -1,4 +1,4 @@
-"""`merge_shards`: take the parts of a corpus together that were scanned as jobs of their own."""
+"""`merge_shards`: merge the shards of a corpus that separate jobs have scanned."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from attnlens.corpus.identity import observer_identity, require_same
 from attnlens.corpus.named import named_observer
 from attnlens.corpus.outcome import Scan, write_results
-from attnlens.corpus.resuming import State, made, shard_files
+from attnlens.corpus.resuming import State, shard_files
 from attnlens.errors import InputError
-from attnlens.files import load_state
+from attnlens.files import load_state, make_folder
 from attnlens.observer import Observer
 
 
@@ -21,12 +21,13 @@ def merge_shards(
     folders: Iterable[str | os.PathLike[str]],
     observers: Sequence[Observer] | None = None,
 ) -> Scan:
-    """Take the shards of a corpus together, and write the results of the whole.
+    """Merge the shards of a corpus, and write the results of the whole corpus.
 
     Args:
         out: folder for the results.
-        folders: where scans with `shard=(i, n)` left their checkpoints; all n must be there.
-        observers: equal to those of the scans, to take up what they saw; by default made anew
+        folders: the folders of scans with `shard=(i, n)`. The checkpoints of all n shards must be
+            in them.
+        observers: observers with the settings of those in the scans; by default they are made
             from the names that the scans were given.
 
     Returns:
@@ -47,12 +48,12 @@ def merge_shards(
         if not noted["finished"]:
             raise InputError(f"{path} is not finished. Run its scan again, which resumes it.")
         state.add(tensors, noted)
-    results = write_results(made(Path(out)), state, about, first["name"])
+    results = write_results(make_folder(out), state, about, first["name"])
     return Scan(again, state.counts, results=results)
 
 
 def _complete(folders: Sequence[Path]) -> list[Path]:
-    """The files of all shards in order, of which none may be missing or there twice."""
+    """The file of every shard in order; each must exist exactly once."""
     for folder in folders:
         if not folder.is_dir():
             raise InputError(f"There is no folder {folder}.")
@@ -74,7 +75,7 @@ def _complete(folders: Sequence[Path]) -> list[Path]:
 
 
 def _made_again(noted: Mapping[str, Any], path: Path) -> tuple[Observer, ...]:
-    """Observers like those of a scan that named them."""
+    """Make the observers of a scan again from their names."""
     if not all(noted["named"]):
         raise InputError(
             f"The observers of {path} were given as objects, not by name. Merge in Python, with "

@@ -36,8 +36,8 @@ def named_observer(text: str, label_names: Sequence[str] = ()) -> Observer:
     Args:
         text: a name, or a name and settings, as in `attribution:probes=2,layers=[0,3]`. Settings
             are those of the class; words need no quotes.
-        label_names: of the labels of the corpus, for observers that tell labels apart and were
-            given no `label_names` of their own.
+        label_names: names of the labels of the corpus, for observers that have `label_names`
+            and for which the text sets none.
 
     Returns:
         The observer.
@@ -63,16 +63,16 @@ def named_observer(text: str, label_names: Sequence[str] = ()) -> Observer:
 
 
 def require_fit(observer: Any) -> Observer:
-    """Refuse what a scan cannot feed or write down.
+    """Refuse an observer that a scan cannot use.
 
     Args:
-        observer: what a user gave.
+        observer: what a user passed.
 
     Returns:
-        The same.
+        The observer.
 
     Raises:
-        InputError: saying why.
+        InputError: if it is no observer, needs a backward pass, or cannot be saved and merged.
     """
     if not isinstance(observer, Observer):
         raise InputError(f"Observers are instances, or names. Got {observer!r}.")

@@ -1,4 +1,4 @@
-"""Read a corpus record by record: text, JSONL, CSV, Parquet, and data sets on disk."""
+"""Read the examples of text, JSONL, CSV and Parquet files, and of data sets on disk."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _SUFFIXES: dict[str, Format] = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-_LONGEST = 2**20  # characters of a line; no file can make a reader take more
+_LONGEST = 2**20  # most characters of a line that are held in memory
 
 
 class Corpus:
-    """Files of examples, which can be read again and again.
+    """Files of examples, which can be iterated over any number of times.
 
-    A line of a text file, an object of a JSONL file, a row of a table is an example. Nothing but
-    the line at hand is in memory.
+    An example is a line of a text file, an object of a JSONL file, or a row of a table. Only one
+    line is in memory at a time.
 
     Args:
-        files: one file, or several to be read in this order. A folder is a data set that
+        files: one file, or several that are read in this order. A folder is a data set that
             `datasets.Dataset.save_to_disk` wrote.
-        fields: where the parts of an example are in objects and columns.
-        format: of the files; None goes by the suffix of each.
+        fields: names of the fields or columns of an example.
+        format: format of the files; None chooses it by the suffix of each file.
 
     Raises:
         InputError: if a file does not exist, or its format is unknown.
@@ -68,24 +68,24 @@ class Corpus:
                 raise InputError(f"Cannot read {path}: {error.strerror or error}.") from error
 
     def lines(self) -> int:
-        """Count the lines and rows of all files, whatever they hold."""
+        """Count the lines and rows of all files, also those that are no examples."""
         return sum(_COUNTERS.get(kind, _count_lines)(path) for path, kind in self.files)
 
     def label_names(self) -> list[str]:
-        """Read everything once to collect the labels there are, in alphabetical order."""
+        """Read all files and return the labels of words in alphabetical order."""
         labelled = (r.labels for r in self if isinstance(r, Record) and r.labels is not None)
         return sorted({label for labels in labelled for label in labels if isinstance(label, str)})
 
 
 def entries_of(items: Iterable[Any]) -> Iterator[Entry]:
-    """Read examples that are at hand in Python.
+    """Turn Python objects into examples.
 
     Args:
         items: records, texts, pairs of texts, or mappings with `text`, with `text` and `pair`, or
             with `words` and perhaps `labels`.
 
     Yields:
-        Examples, and what is none.
+        Examples and rejected entries.
     """
     for line, item in enumerate(items, 1):
         if isinstance(item, (Record, Rejected)):
@@ -118,12 +118,12 @@ def _format_of(path: Path, format: Format | None) -> Format:
 
 
 def _open(path: Path) -> TextIO:
-    # What is no UTF-8 becomes lone surrogates, which a record may not hold.
+    # Bytes that are not UTF-8 become lone surrogates, which records refuse.
     return open(path, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
 def _lines(file: TextIO) -> Iterator[tuple[int, str | None]]:
-    """Lines by number, without what ends them; None for a line that is too long."""
+    """Yield lines by number, without line ends; None for a line that is too long."""
     number = 0
     while line := file.readline(_LONGEST):
         number += 1
@@ -136,7 +136,7 @@ def _lines(file: TextIO) -> Iterator[tuple[int, str | None]]:
 def _read_lines(
     path: Path, fields: Fields, entry_of: Callable[[str, Fields, str, int], Entry]
 ) -> Iterator[Entry]:
-    """Every line that is not blank."""
+    """Read every line that is not blank."""
     with _open(path) as file:
         for number, line in _lines(file):
             if line is None:
@@ -160,9 +160,9 @@ def _object_of(line: str, fields: Fields, source: str, number: int) -> Entry:
 
 
 def _read_table(path: Path, fields: Fields, delimiter: str) -> Iterator[Entry]:
-    """Rows of a table whose first row names the columns."""
+    """Read a table whose first row names the columns."""
     with _open(path) as file:
-        refused = "x" * (csv.field_size_limit() + 1)  # what stands for a line that is too long
+        refused = "x" * (csv.field_size_limit() + 1)  # replaces a line that is too long
         lines = (refused if line is None else f"{line}\n" for _, line in _lines(file))
         rows = csv.reader(lines, delimiter=delimiter, strict=True)
         columns = _columns(rows, path, fields)
@@ -192,7 +192,7 @@ def _columns(rows: Iterator[list[str]], path: Path, fields: Fields) -> list[str]
 
 
 def _require(columns: Sequence[str], path: Path, fields: Fields) -> None:
-    """Refuse a table none of whose rows could be an example."""
+    """Refuse a table that lacks a column."""
     text = fields.text if fields.words is None else fields.words
     for name in (text, fields.pair, fields.labels):
         if name is not None and name not in columns:
@@ -221,7 +221,7 @@ def _rows(rows: Any, path: Path, fields: Fields) -> Iterator[Entry]:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[None]:
-    """Say of which file it is that a library cannot read it."""
+    """Name the file in the error of a library that cannot read it."""
     try:
         yield
     except InputError:

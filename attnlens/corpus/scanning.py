@@ -1,4 +1,4 @@
-"""`scan`: run a corpus through a model, in pieces that can be interrupted and shared out."""
+"""`scan`: run a corpus through a model, chunk by chunk, in one process or several."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from attnlens.corpus.settings import Handling, OnError, Settings
 from attnlens.corpus.shards import Shard, shard_of
 from attnlens.corpus.token_labels import TokenLabels
 from attnlens.errors import InputError
-from attnlens.files import remove_unfinished
+from attnlens.files import make_folder, remove_unfinished
 from attnlens.lens import Lens
 from attnlens.observer import Observer
 from attnlens.texts.loading import TextModel, TokenisedTexts, text_model
@@ -53,45 +53,43 @@ def scan(
     progress: bool = False,
     name: str = "",
 ) -> Scan:
-    """Run a corpus of any size through a model, and let observers look.
+    """Run a corpus of any size through a model while observers look on.
 
-    Under `torchrun` or `accelerate launch` the processes share the corpus, and every one of them
-    has the whole result at the end. However a corpus is shared out, and wherever a scan is
-    interrupted and resumed, the same batches are seen with the same probes, and sums do not
-    depend on their order, so the results are the same.
+    Under `torchrun` or `accelerate launch` the processes share the corpus, and each of them has
+    the result of the whole corpus at the end. The result does not depend on how the corpus was
+    shared or where the scan was interrupted: the batches and probes are the same, and the sums do
+    not depend on the order of their terms.
 
     Args:
         model: a `PreTrainedModel` that reads text, in evaluation mode.
-        tokenizer: its own.
+        tokenizer: tokenizer of the model.
         corpus: a file, a :class:`~attnlens.corpus.Corpus` of files, or records, texts, pairs of
-            texts or mappings. All processes must be given the same.
-        observers: what to compute, as instances or by name, as in `"attribution:probes=2"`. What
-            they have seen before is forgotten. Observers with `label_names` and no `labels` are
-            given the labels of words that records carry; special tokens have their own names, such
-            as `[CLS]`, for labels.
-        out: folder for checkpoints, results and the list of what was rejected; None writes
-            nothing.
+            texts or mappings. All processes must be given the same corpus.
+        observers: observers, or their names with settings, as in `"attribution:probes=2"`. They
+            are reset first. Observers with `label_names` and no `labels` are given the labels of
+            the words in the records; the label of a special token is its name, such as `[CLS]`.
+        out: folder for checkpoints, results and the list of rejected entries; None writes nothing.
         batch_size: most examples in a batch.
         batch_tokens: most tokens in a batch, padding included.
-        chunk: number of consecutive examples that are sorted by length before they are cut into
-            batches. Chunks are what processes share out and what is resumed from.
-        max_length: most tokens of an example; by default what the model can read.
-        checkpoint_every: least seconds between two checkpoints.
-        resume: go on from the checkpoint in `out`, if there is one.
-        on_error: `"skip"` what is no record, or `"raise"` at the first.
-        report: told of everything that is skipped.
-        label_names: of the labels of words, for observers that are given by name.
-        shard: index and count, such as `(0, 4)`, to look at a part of the corpus only, which
-            :func:`~attnlens.corpus.merge_shards` then takes together with the others.
+        chunk: number of consecutive examples that are sorted by length together before they are
+            cut into batches. A chunk goes to one process, and a scan resumes after a chunk.
+        max_length: most tokens of an example; by default the longest that the model can read.
+        checkpoint_every: least time between two checkpoints, in seconds.
+        resume: continue from the checkpoint in `out`, if there is one.
+        on_error: `"skip"` entries that are no examples, or `"raise"` at the first.
+        report: called with every entry that is skipped.
+        label_names: names of the labels of words, for observers given by name.
+        shard: index and count, such as `(0, 4)`, to read only that part of the corpus.
+            :func:`~attnlens.corpus.merge_shards` merges all parts.
         progress: show a bar with rate and time left.
-        name: of the model, for the record.
+        name: name of the model, for the record.
 
     Returns:
         The observers and how much was read.
 
     Raises:
         InputError: if an argument is of the wrong kind or value, `out` holds a checkpoint of
-            something else, or a record is bad and `on_error="raise"`.
+            another scan, or an entry is no example and `on_error="raise"`.
     """
     settings = Settings(batch_size, batch_tokens, chunk, max_length)
     reads = text_model(model, tokenizer, name)
@@ -104,7 +102,7 @@ def scan(
         named_observer(observer, label_names) if isinstance(observer, str) else observer
         for observer in observers
     )
-    # Whence `attnlens merge` makes the same observers again.
+    # `attnlens merge` makes the same observers from these names.
     named = [observer if isinstance(observer, str) else "" for observer in observers]
     notes = {"name": reads.name, "named": named}
     folder = None if out is None else Path(out)
@@ -117,15 +115,15 @@ def scan(
 
 
 class Scanner:
-    """One process on its part of a corpus.
+    """Scan the part of a corpus that belongs to one process.
 
     Args:
-        model: reads it.
-        observers: look on.
+        model: the model.
+        observers: the observers.
         settings: how records become batches.
-        shard: the part.
-        folder: where checkpoints and results go, or None.
-        notes: for the record.
+        shard: the part of the corpus.
+        folder: folder for checkpoints and results, or None.
+        notes: further entries of the checkpoint.
     """
 
     def __init__(
@@ -154,11 +152,11 @@ class Scanner:
         self._lens = Lens(model.model, *self.observers)
 
     def read(self, corpus: Corpus | Iterable[Any], handling: Handling) -> None:
-        """Read the corpus from the beginning, and look at what was not seen before.
+        """Read the corpus from its beginning, and run the model on every chunk that is not done.
 
         Args:
             corpus: the corpus.
-            handling: what to do besides.
+            handling: errors, checkpoints and progress.
 
         Raises:
             InputError: if it is not the corpus of the checkpoint.
@@ -201,10 +199,10 @@ class Scanner:
             self._write(path)
 
     def finish(self) -> Scan:
-        """Take all parts together, and write the results where that is this process's task.
+        """Merge the parts of all processes; one process writes the results.
 
         Returns:
-            What came of the scan.
+            The outcome.
         """
         if self.shard.group is not None:
             self._gather()
@@ -215,10 +213,10 @@ class Scanner:
         return Scan(self.observers, self.state.counts, self.shard, results)
 
     def _prepared(self, handling: Handling) -> Path | None:
-        """The file of this process, after what it holds was taken up."""
+        """Load the checkpoint of this process, if it exists, and return its path."""
         if self.folder is None:
             return None
-        checkpoint.require_one_layout(checkpoint.made(self.folder), self.shard)
+        checkpoint.require_one_layout(make_folder(self.folder), self.shard)
         path = checkpoint.shard_path(self.folder, self.shard)
         remove_unfinished(path)
         if handling.resume:
@@ -226,9 +224,9 @@ class Scanner:
         return path
 
     def _advance(self, chunk: Chunk, stack: ExitStack) -> None:
-        """Look at a chunk, unless it is that of another process."""
+        """Run the model on a chunk, unless it belongs to another process."""
         if self.shard.owns(chunk.index):
-            if not self._lens.active:  # a process may have nothing to look at
+            if not self._lens.active:  # entered late: a process may own no chunk
                 stack.enter_context(self._lens)
             with ExitStack() as sums:
                 for observer in self.state.observers:
@@ -237,7 +235,7 @@ class Scanner:
         self.state.chunks, self.state.digest = chunk.index + 1, chunk.digest
 
     def _look(self, chunk: Chunk) -> None:
-        """Run the model on a chunk."""
+        """Run the model on a chunk, batch by batch."""
         texts = self._tokenised(chunk.records)
         settings = self.settings
         parts = batches(texts.lengths, settings.batch_size, settings.batch_tokens)
@@ -262,7 +260,7 @@ class Scanner:
         return self.model.tokenise(texts, self.settings.max_length, pairs or None)
 
     def _gather(self) -> None:
-        """Replace the state by that of all processes together."""
+        """Replace the state by the sum over all processes."""
         own = self.state.tensors(), self.state.progress()
         for place, (tensors, progress) in enumerate(self.shard.gathered(own)):
             if place == 0:
@@ -283,7 +281,7 @@ class Scanner:
 
 @contextmanager
 def _rejected_log(path: Path | None) -> Iterator[Callable[[Rejected], None]]:
-    """Open a file beside a checkpoint for what was rejected, a line each, at the first of them."""
+    """Write rejected entries to a file beside the checkpoint, opened for the first of them."""
     file: IO[str] | None = None
     path = None if path is None else path.with_suffix(".rejected.txt")
     if path is not None:
@@ -303,7 +301,7 @@ def _rejected_log(path: Path | None) -> Iterator[Callable[[Rejected], None]]:
 
 
 def _bar(corpus: Corpus | Iterable[Any], line: int, shown: bool) -> Any:
-    """A bar over the lines of a corpus; the rate is measured from the line where work begins."""
+    """Return a bar over the lines of a corpus that begins at a line, or one that is not shown."""
     total = len(corpus) if isinstance(corpus, Sized) else None
     if shown and isinstance(corpus, Corpus):
         total = corpus.lines()

@@ -1,4 +1,4 @@
-"""How a scan makes batches, and what it does besides."""
+"""Settings of a scan: those its results depend on, and the others."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ OnError = Literal["skip", "raise"]
 
 @dataclass(frozen=True)
 class Settings:
-    """How records become batches; two scans with the same see the same batches.
+    """How records become batches; scans with equal settings have equal batches.
 
     Attributes:
         batch_size: most examples in a batch.
         batch_tokens: most tokens in a batch, padding included.
-        chunk: consecutive examples that are sorted by length before they are cut into batches.
+        chunk: number of consecutive examples that are sorted by length together.
         max_length: most tokens of an example, or None for the model's limit.
     """
 
@@ -37,13 +37,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Handling:
-    """What a scan does besides, which its results do not depend on.
+    """Errors, checkpoints and progress; the results of a scan do not depend on them.
 
     Attributes:
-        checkpoint_every: least seconds between two checkpoints.
-        resume: whether to go on from a checkpoint.
-        on_error: `"skip"` what is no record, or `"raise"` at the first.
-        report: told of everything that is skipped, or None.
+        checkpoint_every: least time between two checkpoints, in seconds.
+        resume: whether to continue from a checkpoint.
+        on_error: `"skip"` entries that are no examples, or `"raise"` at the first.
+        report: called with every entry that is skipped, or None.
         progress: whether to show a bar with rate and time left.
     """
 

@@ -24,14 +24,14 @@ _STATE, _LOW = "state/", "low/"
 
 
 class ExactSums:
-    """An observer whose sums over chunks are kept in twice the precision.
+    """An observer whose sums over chunks are kept in twice the precision of float64.
 
-    Chunks are then added in any order, by one process or by many, with the same result: what
-    float64 rounds off is kept beside each sum and given back when it amounts to something. This
-    is exact for terms whose sizes lie within a factor of 2⁴⁰ of each other, and zeros.
+    The result is the same in whatever order chunks are added, by one process or by many: what
+    float64 rounds off is kept beside each sum, and returned to the sum once it is large enough.
+    This is exact for zeros and for terms whose sizes lie within a factor of 2⁴⁰ of each other.
 
     Args:
-        observer: holds the sums, rounded, between two chunks.
+        observer: the observer; between two chunks it holds the rounded sums.
     """
 
     def __init__(self, observer: Observer) -> None:
@@ -40,7 +40,7 @@ class ExactSums:
 
     @contextmanager
     def chunk(self) -> Iterator[None]:
-        """Let the observer see a chunk; if that fails, its sums are as they were."""
+        """Let the observer see a chunk; after an exception its sums are as they were before."""
         if not isinstance(self.observer, SumObserver):
             yield
             return
@@ -55,7 +55,7 @@ class ExactSums:
             self._add(self.observer, key, sums)
 
     def state_dict(self) -> State:
-        """Return the state of the observer and what was rounded off, as named tensors."""
+        """Return the state of the observer and what was rounded off as named tensors."""
         parts = {_STATE: self.observer.state_dict(), _LOW: named_sums(self._low)}
         return {f"{part}{name}": t for part, own in parts.items() for name, t in own.items()}
 
@@ -106,7 +106,7 @@ class ExactSums:
 
 
 def _rounding(first: Tensor, second: Tensor, total: Tensor) -> Tensor:
-    """What `first + second` lost, exactly; zero where it is not finite."""
+    """Return exactly what `first + second` rounded off; zero where the sum is not finite."""
     # Knuth, The Art of Computer Programming, volume 2, section 4.2.2, theorem B.
     part = total - first
     lost = (first - (total - part)) + (second - part)

@@ -1,4 +1,4 @@
-"""Labels of words become labels of tokens, for the observers that tell labels apart."""
+"""Turn labels of words into labels of tokens, for observers with names of labels."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NONE = -1  # observers leave tokens with such a label out
 
 
 class TokenLabels:
-    """Hands every observer with names of labels, and no labels yet, those of each batch.
+    """Give the labels of each batch to every observer that has names of labels, but no labels.
 
-    A token has the label of its word, and a special token its own name, such as `[CLS]`. Labels
-    that an observer does not name are left out of what it tells by label.
+    A token has the label of its word. The label of a special token is its name, such as `[CLS]`.
+    Tokens with a label that an observer does not name are left out of its results by label.
 
     Args:
-        observers: any.
-        tokenizer: of the model.
+        observers: observers of any kind.
+        tokenizer: tokenizer of the model.
     """
 
     def __init__(self, observers: Sequence[Observer], tokenizer: Any) -> None:
@@ -42,12 +42,12 @@ class TokenLabels:
     def given(
         self, texts: TokenisedTexts, members: Sequence[int], records: Sequence[Record]
     ) -> Iterator[None]:
-        """Let observers know the labels of a batch.
+        """Set the labels of observers while the model reads a batch.
 
         Args:
-            texts: a chunk, as token ids.
-            members: indices of those in the batch.
-            records: the chunk.
+            texts: tokens of a chunk.
+            members: indices of the texts in the batch.
+            records: records of the chunk.
 
         Yields:
             Nothing; afterwards the observers have no labels, as before.
@@ -89,7 +89,7 @@ class TokenLabels:
 
 
 def _names(observer: Observer) -> tuple[str, ...]:
-    """Names of the labels that an observer is to be given; none if it has labels or needs none."""
+    """Return the names of labels of an observer; none if it has labels or needs none."""
     names = tuple(getattr(observer, "label_names", ()))
     if getattr(observer, "labels", 0) is not None or names == ("all",):
         return ()
