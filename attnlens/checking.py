@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from attnlens.attention.recording import Recording
 from attnlens.capture import Capture
 from attnlens.errors import UnsupportedAttentionError
 from attnlens.lens import Lens
+from attnlens.results import Result
 from attnlens.saving import storable
 from attnlens.tap.outputs import output_tensors, outputs_of, pretrained_inside
 from attnlens.texts.trial_inputs import example_inputs
@@ -74,8 +75,8 @@ class SiteVerdict:
 
 
 @storable()
-@dataclass(frozen=True)
-class Verdict:
+@dataclass(frozen=True, repr=False)
+class Verdict(Result):
     """Whether attnlens works on a model.
 
     Attributes:
@@ -111,7 +112,17 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
-        return {**asdict(self), "words": self.words}
+        return {**super().to_dict(), "words": self.words}
+
+    def to_pandas(self) -> Any:
+        """Return a table with a row for each attention call; needs pandas.
+
+        Returns:
+            The `pandas.DataFrame`, with a column for each field of a :class:`SiteVerdict`.
+        """
+        import pandas
+
+        return pandas.DataFrame([vars(site) for site in self.sites])
 
 
 def check(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Verdict:

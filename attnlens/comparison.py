@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ Layers = tuple[tuple[str, int], ...]
 
 
 @storable()
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HeadDrift(LayeredResult):
     """From one model to another, per layer and head; all `[L, H]` float64 on the CPU.
 
@@ -53,17 +53,14 @@ class HeadDrift(LayeredResult):
     before: HeadStatisticsResult
     after: HeadStatisticsResult
 
-    _shown = "effective_cosine"
-
-    def to_dict(self) -> dict[str, object]:
-        """Return plain lists and strings, ready for JSON; NaN becomes None."""
-        return {
-            "layers": [{"stack": stack, "layer": layer} for stack, layer in self.layers],
-            **{
-                name: [[None if x != x else x for x in row] for row in tensor.tolist()]
-                for name, tensor in self.tensors().items()
-            },
-        }
+    shown = ("effective_cosine", "raw_cosine")
+    meanings: ClassVar = {
+        "examples": LayeredResult.meanings["examples"],
+        "raw_cosine": "likeness of raw attention in the two models, the cosine of A",
+        "effective_cosine": "likeness of effective attention in the two models, the cosine of A⊥",
+        "effective_fraction_change": "‖A⊥‖²/‖A‖² of the second model minus that of the first",
+        "importance_change": "importance in the second model minus that in the first",
+    }
 
 
 def compare(

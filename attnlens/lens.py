@@ -24,7 +24,7 @@ from attnlens.capture import Capture, Kind
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError, UnsupportedAttentionError
 from attnlens.kernels import Backend, resolve
 from attnlens.observer import GradientObserver, LayerObserver, Observer
-from attnlens.results import facts_html, table
+from attnlens.results import facts_html
 from attnlens.tap.layers import LayerTap
 from attnlens.tap.sites import Catalogue, mixing_module, select
 from attnlens.tap.tap import Mode, Tap
@@ -145,7 +145,7 @@ class Lens:
         """
         for observer in self.observers:
             if isinstance(observer, HeadStatistics):
-                return table(observer.compute(), field)
+                return observer.compute().table(field)
         raise InputError("summary() shows HeadStatistics; this lens was given none.")
 
     def as_attentions(self, stack: str | None = None, *, raw: bool = False) -> tuple[Tensor, ...]:

@@ -1,59 +1,74 @@
-"""What every observer is: state that grows by one capture at a time and can be merged."""
+"""What every observer is: two methods to write, and a default for everything else."""
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.nn.utils.rnn import pad_sequence
 
 from attnlens.capture import Capture, HiddenState, LayerCapture
-from attnlens.errors import AttnLensError, InputError
+from attnlens.errors import AttnLensError, AttnLensWarning, InputError
 from attnlens.results import LayerKey
 
 Self = TypeVar("Self", bound="Observer")
+State = dict[str, Tensor]
 Sums = dict[str, Tensor]
 Labels = Tensor | Callable[[Mapping[str, Any]], Tensor] | None
 """Integer labels `[B, K]`, or what computes them from a model's arguments by name."""
 
+# What an observer needs so that what it saw can be forgotten, saved and merged.
+_STATEFUL = ("reset", "state_dict", "add_state")
 # How a quantity of this suffix is merged; every other is added.
 _COMBINE = {"min": torch.minimum, "max": torch.maximum}
-
-
-def is_summed(quantity: str) -> bool:
-    """Tell whether a quantity is merged by addition, not by minimum or maximum."""
-    return quantity.rsplit("_", 1)[-1] not in _COMBINE
-
-
-def stack_heads(layers: Sequence[Sums]) -> Sums:
-    """Stack fields of heads over layers, with NaN for heads that a layer does not have.
-
-    Args:
-        layers: the same fields of each, `[H, ...]`; H may differ.
-
-    Returns:
-        The fields, `[L, H, ...]`.
-    """
-    heads = max(len(tensor) for fields in layers for tensor in fields.values())
-
-    def padded(tensor: Tensor) -> Tensor:
-        missing = (0, 0) * (tensor.dim() - 1) + (0, heads - len(tensor))
-        return torch.nn.functional.pad(tensor, missing, value=torch.nan)
-
-    return {name: torch.stack([padded(fields[name]) for fields in layers]) for name in layers[0]}
 
 
 class Observer(ABC):
     """A streaming quantity over attention calls.
 
+    Subclasses write :meth:`update` and :meth:`compute`. One that is to be saved, merged or shared
+    out, by a scan or among processes, also writes :meth:`reset`, :meth:`state_dict` and
+    :meth:`add_state`; where these are needed and missing, an error says so.
+
     Args:
         layers: layer indices to look at; None looks at all that the lens delivers.
+
+    Attributes:
+        needs_backward: whether it sees nothing without a backward pass.
+        alike: settings that must be equal in observers to be merged.
     """
+
+    needs_backward: ClassVar[bool] = False
+    alike: ClassVar[tuple[str, ...]] = ()
+    layers: frozenset[int] | None = None
 
     def __init__(self, layers: Iterable[int] | None = None) -> None:
         self.layers = None if layers is None else frozenset(layers)
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.alike)
+        return f"{type(self).__name__}({settings})"
+
+    @abstractmethod
+    def update(self, capture: Capture) -> None:
+        """Take one attention call into account.
+
+        Args:
+            capture: the call; it must not be kept alive unless its maps were asked for.
+        """
+
+    @abstractmethod
+    def compute(self) -> Any:
+        """Return the result over everything seen so far."""
+
+    @property
+    def unsaved(self) -> str:
+        """What it keeps that is no part of its state, in words; empty if nothing."""
+        return ""
 
     def wants(self, capture: Capture) -> bool:
         """Tell whether a capture concerns this observer."""
@@ -66,14 +81,6 @@ class Observer(ABC):
             inputs: the model's arguments by name.
         """
 
-    @abstractmethod
-    def update(self, capture: Capture) -> None:
-        """Take one attention call into account.
-
-        Args:
-            capture: the call; it must not be kept alive unless its maps were asked for.
-        """
-
     def seek(self, place: int) -> None:  # noqa: B027, most observers draw nothing
         """Say which forward pass of a run comes next, where runs are split or interrupted.
 
@@ -83,15 +90,33 @@ class Observer(ABC):
             place: number of the pass in the whole run, from 0.
         """
 
-    @abstractmethod
-    def compute(self) -> Any:
-        """Return the result over everything seen so far."""
-
-    @abstractmethod
     def reset(self) -> None:
         """Forget everything seen."""
+        self.require_state()
 
-    @abstractmethod
+    def state_dict(self) -> State:
+        """Return what was seen as named tensors on the CPU, for :meth:`add_state`."""
+        self.require_state()
+        return {}
+
+    def add_state(self, state: Mapping[str, Tensor]) -> None:
+        """Add a state to the present one, as if what it saw had been seen here.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+        """
+        self.require_state()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore a state, replacing the present one.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+        """
+        self.require_state()
+        self.reset()
+        self.add_state(state)
+
     def merge(self: Self, other: Self) -> Self:
         """Add what another observer of the same kind and settings has seen.
 
@@ -101,18 +126,55 @@ class Observer(ABC):
         Returns:
             This observer.
         """
+        self._require_alike(other)
+        self.add_state(other.state_dict())
+        return self
 
-    @abstractmethod
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state as named tensors, from which :meth:`load_state_dict` restores it."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a state.
+    def sync(self, group: Any = None) -> None:
+        """Replace the state by that of all processes of a distributed group together.
 
         Args:
-            state: what :meth:`state_dict` returned.
+            group: a `torch.distributed` process group; the default one when None.
         """
+        own = self.state_dict()
+        parts: list[Any] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(parts, own, group=group)
+        self._forget_state()
+        for part in parts:
+            self.add_state(part)
+
+    def require_state(self) -> None:
+        """Refuse where what was seen cannot be forgotten, saved and merged.
+
+        Raises:
+            InputError: naming the methods that are missing.
+        """
+        missing = self.missing_methods()
+        if missing:
+            raise InputError(
+                f"{type(self).__name__} has no state that can be reset, saved and merged: it lacks "
+                f"{', '.join(f'{name}()' for name in missing)}. Write them, or derive it from "
+                f"SumObserver."
+            )
+
+    @classmethod
+    def missing_methods(cls) -> list[str]:
+        """Return what the class lacks for what it saw to be forgotten, saved and merged."""
+        return [name for name in _STATEFUL if getattr(cls, name) is getattr(Observer, name)]
+
+    def _forget_state(self) -> None:
+        """Forget what :meth:`state_dict` returns."""
+        self.reset()
+
+    def _require_alike(self, other: Observer) -> None:
+        if type(other) is not type(self):
+            raise InputError(f"Cannot merge {type(other).__name__} into {type(self).__name__}.")
+        for name in self.alike:
+            own, others = getattr(self, name), getattr(other, name)
+            if own != others:
+                raise InputError(
+                    f"Observers with different {name} cannot be merged. Got {own!r} and {others!r}."
+                )
 
 
 class LayerObserver(Observer):
@@ -127,11 +189,7 @@ class LayerObserver(Observer):
         return False
 
     def update(self, capture: Capture) -> None:
-        """Ignore an attention call.
-
-        Args:
-            capture: the call.
-        """
+        """Ignore an attention call."""
 
     def update_layer(self, layer: LayerCapture) -> None:
         """Take one layer call into account.
@@ -165,6 +223,8 @@ class GradientObserver(Observer):
     The gradient comes from the user's own backward pass, while the lens is active.
     """
 
+    needs_backward = True
+
     @abstractmethod
     def update_gradient(self, capture: Capture, gradient: Tensor) -> None:
         """Take the gradient of one attention call into account.
@@ -179,7 +239,10 @@ class SumObserver(Observer):
     """An observer whose whole state is sums per layer, so that merging is addition.
 
     Quantities named `…_min` and `…_max` are merged by minimum and maximum. Subclasses call
-    :meth:`add` and read :attr:`sums`.
+    :meth:`add` in `update`, and :meth:`stacked` or :meth:`seen` in `compute`.
+
+    Attributes:
+        sums: the sums of each layer by name.
     """
 
     def __init__(self, layers: Iterable[int] | None = None) -> None:
@@ -196,71 +259,41 @@ class SumObserver(Observer):
         Raises:
             InputError: if the shapes differ from what the layer had before.
         """
-        known = self.sums.get(key)
-        if known is None:
+        total = self.sums.get(key)
+        if total is None:
             self.sums[key] = {name: tensor.clone() for name, tensor in sums.items()}
             return
         for name, tensor in sums.items():
-            if tensor.shape != known[name].shape:
+            if name not in total or tensor.shape != total[name].shape:
+                before = list(total[name].shape) if name in total else "none"
                 raise InputError(
-                    f"{key[0]} layer {key[1]} had {name} of shape {list(known[name].shape)} and "
-                    f"now has {list(tensor.shape)}. Use one observer per model."
+                    f"{key[0]} layer {key[1]} had {name} of shape {before} and now has "
+                    f"{list(tensor.shape)}. Use one observer per model."
                 )
-            combine = _COMBINE.get(name.rsplit("_", 1)[-1], torch.add)
-            known[name] = combine(known[name], tensor.to(known[name].device))
+            combine = _COMBINE.get(_suffix(name), torch.add)
+            total[name] = combine(total[name], tensor.to(total[name].device))
 
     def reset(self) -> None:
         """Forget everything seen."""
         self.sums = {}
 
     def merge(self: Any, other: Any) -> Any:
-        """Add what another observer has seen.
+        """Add what another observer of the same kind and settings has seen, where it is.
 
         Args:
-            other: an observer of the same class; left unchanged.
+            other: left unchanged.
 
         Returns:
             This observer.
-
-        Raises:
-            InputError: if the other observer is of another class.
         """
-        if type(other) is not type(self):
-            raise InputError(f"Cannot merge {type(other).__name__} into {type(self).__name__}.")
+        self._require_alike(other)
         for key, sums in other.sums.items():
             self.add(key, sums)
         return self
 
-    def sync(self, group: Any = None) -> None:
-        """Replace the state by its sum over all processes of a distributed group.
-
-        Layers that only some processes saw count as zero elsewhere.
-
-        Args:
-            group: a `torch.distributed` process group; the default one when None.
-        """
-        parts: list[Any] = [None] * torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(parts, self.state_dict(), group=group)
-        self._forget_state()
-        for part in parts:
-            self.add_state(part)
-
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> State:
         """Return the sums on the CPU, named `stack/layer/quantity`."""
-        return {
-            f"{stack}/{layer}/{name}": tensor.detach().cpu()
-            for (stack, layer), sums in self.sums.items()
-            for name, tensor in sums.items()
-        }
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a state, replacing the present one.
-
-        Args:
-            state: what :meth:`state_dict` returned.
-        """
-        self.reset()
-        self.add_state(state)
+        return named_sums(self.sums)
 
     def add_state(self, state: Mapping[str, Tensor]) -> None:
         """Add a state to the present one, as if what it saw had been seen here.
@@ -268,22 +301,11 @@ class SumObserver(Observer):
         Args:
             state: what :meth:`state_dict` returned.
         """
-        layers: dict[LayerKey, Sums] = {}
-        for name, tensor in state.items():
-            stack, layer, quantity = name.rsplit("/", 2)
-            layers.setdefault((stack, int(layer)), {})[quantity] = tensor
-        for key, sums in layers.items():
+        for key, sums in sums_by_layer(state).items():
             self.add(key, sums)
 
-    def _forget_state(self) -> None:
-        """Forget what :meth:`state_dict` returns."""
-        self.sums = {}
-
-    def seen(self, *, passes: str = "the model") -> dict[LayerKey, Sums]:
+    def seen(self) -> dict[LayerKey, Sums]:
         """Return the sums of every layer, in order, on the CPU.
-
-        Args:
-            passes: what to run, for the error.
 
         Returns:
             The sums by layer; at least one.
@@ -292,17 +314,87 @@ class SumObserver(Observer):
             AttnLensError: if nothing was seen.
         """
         if not self.sums:
-            raise AttnLensError(
-                f"{type(self).__name__} has seen no attention call. Run {passes} inside "
-                f"`with Lens(...)`."
-            )
+            raise AttnLensError(self._nothing())
         return {
             key: {name: tensor.cpu() for name, tensor in self.sums[key].items()}
             for key in self.ordered()
         }
 
+    def stacked(self, fields: Callable[[Sums], Sums]) -> tuple[tuple[LayerKey, ...], Sums]:
+        """Turn the sums of every layer into fields, and stack these over the layers.
+
+        Args:
+            fields: from the sums of a layer to its fields, `[H, ...]`; H may differ by layer.
+
+        Returns:
+            The layers in order, and the fields `[L, H, ...]` with NaN for heads that a layer does
+            not have.
+        """
+        layers = self.seen()
+        rows = [fields(sums) for sums in layers.values()]
+        return tuple(layers), {
+            name: pad_sequence([row[name] for row in rows], True, torch.nan) for name in rows[0]
+        }
+
     def ordered(self) -> list[LayerKey]:
-        """Layers in the order of their stacks' first appearance, then by index."""
-        stacks: Collection[str] = list(dict.fromkeys(stack for stack, _ in self.sums))
-        order = {stack: position for position, stack in enumerate(stacks)}
-        return sorted(self.sums, key=lambda key: (order[key[0]], key[1]))
+        """Return the layers in the order of their stacks' first appearance, then by index."""
+        stacks = list(dict.fromkeys(stack for stack, _ in self.sums))
+        return sorted(self.sums, key=lambda key: (stacks.index(key[0]), key[1]))
+
+    def _nothing(self) -> str:
+        """What to say where nothing was seen."""
+        return (
+            f"{type(self).__name__} has seen no attention call. Run the model inside "
+            f"`with Lens(...)`."
+        )
+
+
+def named_sums(sums: Mapping[LayerKey, Sums]) -> State:
+    """Name the sums of layers `stack/layer/quantity`, and take them to the CPU."""
+    return {
+        f"{stack}/{layer}/{name}": tensor.detach().cpu()
+        for (stack, layer), quantities in sums.items()
+        for name, tensor in quantities.items()
+    }
+
+
+def sums_by_layer(state: Mapping[str, Tensor]) -> dict[LayerKey, Sums]:
+    """Sort what :func:`named_sums` named by layers again."""
+    layers: dict[LayerKey, Sums] = {}
+    for name, tensor in state.items():
+        stack, layer, quantity = name.rsplit("/", 2)
+        layers.setdefault((stack, int(layer)), {})[quantity] = tensor
+    return layers
+
+
+def part_of(state: Mapping[str, Tensor], prefix: str) -> State:
+    """Return the tensors whose names have a prefix, under the rest of their names."""
+    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+
+
+def is_summed(quantity: str) -> bool:
+    """Tell whether a quantity is merged by addition, not by minimum or maximum."""
+    return _suffix(quantity) not in _COMBINE
+
+
+def warn_of_skipped(skipped: Tensor, layers: Sequence[LayerKey]) -> None:
+    """Warn the caller of `compute` where examples were left out, naming the first place.
+
+    Args:
+        skipped: number of examples left out, `[L, H]`; NaN counts as none.
+        layers: stack and layer of each row.
+    """
+    places = (skipped > 0).nonzero().tolist()
+    if places:
+        row, head = places[0]
+        stack, layer = layers[row]
+        warnings.warn(
+            f"{int(skipped.nan_to_num().max())} example(s) held NaN or Inf and were left out, "
+            f"first in {stack} layer {layer}, head {head}. Check the model's inputs.",
+            AttnLensWarning,
+            stacklevel=3,
+        )
+
+
+def _suffix(quantity: str) -> str:
+    return quantity.rsplit("_", 1)[-1]

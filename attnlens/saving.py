@@ -38,12 +38,13 @@ def storable(
     Returns:
         A decorator that leaves the class as it is.
     """
+    registry = {"result": RESULTS, "entry": ENTRIES, "part": PARTS}[of]
 
-    def known(kind: Kind) -> Kind:
-        {"result": RESULTS, "entry": ENTRIES, "part": PARTS}[of][kind.__name__] = kind
+    def register(kind: Kind) -> Kind:
+        registry[kind.__name__] = kind
         return kind
 
-    return known
+    return register
 
 
 def save(
@@ -76,14 +77,17 @@ def save(
     """
     several = isinstance(result, (list, tuple))
     kinds = {type(entry).__name__ for entry in (result if several else [result])}
-    if len(kinds) != 1 or not kinds <= (ENTRIES if several else RESULTS).keys():
+    if len(kinds) != 1 or not kinds <= (ENTRIES if several else RESULTS | ENTRIES).keys():
         raise InputError(
-            f"Results to save are one of {', '.join(RESULTS)}, or a list of one of "
+            f"Results to save are one of {', '.join(RESULTS | ENTRIES)}, or a list of one of "
             f"{', '.join(ENTRIES)}. Got {', '.join(sorted(kinds))}"
             f"{' in a list' if several else ''}."
         )
-    writer = Writer()
-    content = writer.entries(result) if several else writer.fields_of(result)
+    writer = _Writer()
+    if several:  # tensors are named `index.field`
+        content: Any = [writer.fields_of(e, f"{place}.") for place, e in enumerate(result)]
+    else:
+        content = writer.fields_of(result)
     header = {
         "kind": kinds.pop(),
         "entries" if several else "fields": content,
@@ -110,7 +114,7 @@ def load(path: str | os.PathLike[str]) -> Any:
     """
     header, tensors = read_sealed(path)
     kind = _kind_of(path, header)
-    reader = Reader(path, header, tensors)
+    reader = _Reader(path, header, tensors)
     try:
         if "entries" in header:
             return [reader.build(kind, entry) for entry in header["entries"]]
@@ -136,16 +140,16 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _kind_of(path: str | os.PathLike[str], header: Mapping[str, Any]) -> type:
-    known = RESULTS if "fields" in header else ENTRIES if "entries" in header else {}
+    readable = ENTRIES if "entries" in header else RESULTS | ENTRIES
     kind = header["kind"]
     if kind == STATE:
         raise InputError(f"{path} holds a state, no result. Use load_state().")
-    if kind not in known:
+    if kind not in readable:
         raise InputError(f"{path} holds a {kind!r}. Readable: {', '.join(RESULTS | ENTRIES)}.")
-    return known[kind]
+    return readable[kind]
 
 
-class Writer:
+class _Writer:
     """Takes objects apart into JSON and tensors, each shared tensor and part once."""
 
     def __init__(self) -> None:
@@ -154,21 +158,15 @@ class Writer:
         self._names: dict[tuple[Any, ...], str] = {}
         self._places: dict[int, int] = {}
 
-    def entries(self, entries: Sequence[Any]) -> list[dict[str, Any]]:
-        """Every entry of a list, its tensors named `index.field`."""
-        return [self.fields_of(entry, f"{place}.") for place, entry in enumerate(entries)]
-
     def fields_of(self, entry: Any, prefix: str = "") -> dict[str, Any]:
         """Fields of a dataclass; a tensor of the name it would have anyway is left out."""
-        found = {}
-        for field in fields(entry):
-            value = getattr(entry, field.name)
-            if field.name.startswith("_"):
+        plain = {}
+        for field in _fields_of(type(entry)):
+            value = getattr(entry, field)
+            if isinstance(value, Tensor) and self._name(value, prefix + field) == field:
                 continue
-            if isinstance(value, Tensor) and self._name(value, prefix + field.name) == field.name:
-                continue
-            found[field.name] = self._plain(value, prefix + field.name)
-        return found
+            plain[field] = self._plain(value, prefix + field)
+        return plain
 
     def _plain(self, value: Any, name: str) -> Any:
         if isinstance(value, Tensor):
@@ -180,9 +178,7 @@ class Writer:
             return {"items": [self._plain(part, f"{name}.{i}") for i, part in enumerate(items)]}
         if isinstance(value, (list, tuple)):
             return [self._plain(part, f"{name}.{place}") for place, part in enumerate(value)]
-        if isinstance(value, np.generic):
-            return value.item()
-        return value
+        return value.item() if isinstance(value, np.generic) else value
 
     def _part(self, part: Any) -> int:
         if id(part) not in self._places:
@@ -192,43 +188,36 @@ class Writer:
         return self._places[id(part)]
 
     def _name(self, tensor: Tensor, name: str) -> str:
+        """The name that a tensor was first written under."""
         memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        key = memory if tensor.numel() else (name,)
-        known = self._names.setdefault(key, name)
-        if known == name:
+        first = self._names.setdefault(memory if tensor.numel() else (name,), name)
+        if first == name:
             self.tensors[name] = tensor
-        return known
+        return first
 
 
-class Reader:
-    """Puts objects together again; what was shared is shared.
-
-    Args:
-        path: of the file, for messages.
-        header: the file's header.
-        tensors: by name.
-    """
+class _Reader:
+    """Puts objects together again; what was shared is shared."""
 
     def __init__(
         self, path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> None:
-        self.path = path
-        self.tensors = tensors
+        self._path = path
+        self._tensors = tensors
         self._parts: list[Mapping[str, Any]] = header.get("parts", [])
         self._built: dict[int, Any] = {}
 
     def build(self, kind: type, entry: Mapping[str, Any]) -> Any:
         """One dataclass from its fields."""
-        names = {field.name for field in fields(kind) if not field.name.startswith("_")}
-        found = {name: self._value(value) for name, value in entry.items()}
-        found |= {name: t for name, t in self.tensors.items() if name in names - found.keys()}
-        missing = names ^ found.keys()
-        if missing:
+        names = set(_fields_of(kind))
+        values = {name: self._value(value) for name, value in entry.items()}
+        values |= {n: self._tensors[n] for n in names - values.keys() if n in self._tensors}
+        if names != values.keys():
             raise InputError(
-                f"{self.path} does not hold a {kind.__name__}: {', '.join(sorted(missing))} "
-                f"missing or unknown."
+                f"{self._path} does not hold a {kind.__name__}: "
+                f"{', '.join(sorted(names ^ values.keys()))} missing or unknown."
             )
-        return kind(**found)
+        return kind(**values)
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, list):  # JSON's lists are the tuples they were
@@ -236,7 +225,7 @@ class Reader:
         if not isinstance(value, dict):
             return value
         if "tensor" in value:
-            return self.tensors[value["tensor"]]
+            return self._tensors[value["tensor"]]
         if "items" in value:
             items = [self._value(part) for part in value["items"]]
             return dict(zip(items[::2], items[1::2], strict=True))
@@ -245,6 +234,10 @@ class Reader:
     def _part(self, place: int) -> Any:
         if place not in self._built:
             part = self._parts[place]
-            kind = (PARTS | RESULTS)[part["kind"]]
-            self._built[place] = self.build(kind, part["fields"])
+            self._built[place] = self.build((PARTS | RESULTS)[part["kind"]], part["fields"])
         return self._built[place]
+
+
+def _fields_of(kind: type) -> list[str]:
+    """Names of the fields of a dataclass that are written: those that are not private."""
+    return [field.name for field in fields(kind) if not field.name.startswith("_")]

@@ -20,7 +20,7 @@ import attnlens
 from transformers import AutoModel, AutoTokenizer
 from attnlens.demo import model_folder, paragraphs
 
-way, count, window = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+way, count, chunk = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 words = " ".join(paragraphs()).split()
 draw = random.Random(0)
 sentences = [" ".join(draw.choices(words, k=2 + place % 13)) for place in range(count)]
@@ -64,8 +64,8 @@ try:
         early = 0
         bare()
     else:
-        # Cut, so that the longest are as long in every window: memory grows with length.
-        attnlens.scan(model, tokenizer, noted(), observers, window=window, max_length=16)
+        # Cut, so that the longest are as long in every chunk: memory grows with length.
+        attnlens.scan(model, tokenizer, noted(), observers, chunk=chunk, max_length=16)
     seconds = time.perf_counter() - start
 finally:
     running = False

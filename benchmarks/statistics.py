@@ -32,20 +32,6 @@ class Idle(Observer):
     def compute(self) -> None:
         """Nothing."""
 
-    def reset(self) -> None:
-        """Nothing."""
-
-    def merge(self, other: Observer) -> Observer:
-        """Nothing."""
-        return self
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Nothing."""
-        return {}
-
-    def load_state_dict(self, state: Any) -> None:
-        """Nothing."""
-
 
 @case("statistics")
 def steps() -> Iterator[Step]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from examples import own_observer
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,6 +45,16 @@ def test_picture_draws_every_head(tmp_path):
     drawing = (tmp_path / "heads.svg").read_text()
     assert len(re.findall(r">\d\.\d{3}</text>", drawing)) == 6 * 12
     assert "@font-face" not in drawing
+
+
+def test_an_observer_of_ones_own_has_two_methods():
+    broad, idle, refused = run("own_observer.py").splitlines()
+    head, layer, weight = re.match(r"Head (\d+) of layer (\d+) .* (0\.\d{3}) on", broad).groups()
+    assert int(layer) < 6 and int(head) < 12 and 0 < float(weight) < 0.5
+    assert idle.endswith("computed None.")
+    assert "Idle has no state" in refused and "reset(), state_dict(), add_state()" in refused
+    own = {n for n, v in vars(own_observer.Idle).items() if inspect.isfunction(v)}
+    assert own == {"update", "compute"}
 
 
 def test_the_notebook_runs_and_shows_its_objects(monkeypatch):

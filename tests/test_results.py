@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +22,10 @@ from attnlens import (
     compare,
 )
 from attnlens.results import facts_html, heads_html
+from attnlens.saving import load, read_header
 from tests.support import models
+from tests.support.results import one_of_each
+from tests.test_saving import assert_same
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +105,102 @@ def test_bertviz_takes_effective_maps_as_they_are():
         assert repr(value)[:8] in html
 
 
-def test_results_turn_into_arrays(lens):
-    result = lens.observers[0].compute()
+RESULTS = (
+    "HeadStatisticsResult HeadImportanceResult LabelAttentionResult HiddenTokenAttributionResult "
+    "AttributionMatrices TokenSaliencyResult PassSaliency TokenIdentifiabilityResult HeadDrift "
+    "Identifiability SimplexWitness SoftmaxWitness RealisabilityRank Verdict PruningCurve "
+    "PruningReport AttentionMap"
+).split()
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_every_result_shows_itself(kind):
+    result = one_of_each()[kind]
+    text, html = repr(result), result._repr_html_()
+    assert text.startswith(f"{kind}(") and len(text) < 4000 and "tensor(" not in text
+    assert all(f"{field.name}=" in text for field in fields(result))
+    assert html.startswith("<table>") and "<script" not in html and len(html) < 20_000
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_every_result_becomes_plain_values_arrays_and_a_file(kind, tmp_path):
+    result = one_of_each()[kind]
+    plain = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert plain.keys() >= {field.name for field in fields(result)}
     arrays = result.to_numpy()
     assert arrays.keys() == result.tensors().keys()
-    np.testing.assert_array_equal(arrays["rank"], result.rank.numpy())
-    maps = lens.observers[1].compute()[0]
-    np.testing.assert_array_equal(maps.to_numpy()["effective"], maps.effective.numpy())
+    for name, tensor in result.tensors().items():
+        np.testing.assert_array_equal(arrays[name], tensor.numpy())
+        if name in plain:
+            assert np.array(plain[name]).shape == arrays[name].shape
+    result.save(tmp_path / "a", model="some/model")
+    assert read_header(tmp_path / "a")["model"] == "some/model"
+    assert_same(load(tmp_path / "a"), result)
+
+
+ROWS = {  # levels of the index, rows, and a column
+    "HeadStatisticsResult": ("stack layer head", 2 * 4, "entropy"),
+    "HeadImportanceResult": ("stack layer head", 2 * 4, "importance"),
+    "HeadDrift": ("stack layer head", 2 * 4, "raw_cosine"),
+    "LabelAttentionResult": ("stack layer head", 2 * 4, "effective[odd]"),
+    "HiddenTokenAttributionResult": ("stack layer label", 2, "by_label[all]"),
+    "TokenSaliencyResult": ("stack layer label", 3, "norm"),
+    "TokenIdentifiabilityResult": ("stack layer", 2, "neighbours[-1]"),
+    "AttributionMatrices": ("layer example source target", 2 * 2 * 19 * 19, "contribution"),
+    "PassSaliency": ("stack layer example token", 3 * 12 * 15, "product"),
+    "AttentionMap": ("example head query key", 2 * 2 * 19 * 19, "effective"),
+    "Identifiability": ("example head", 2 * 4, "nullity"),
+    "SimplexWitness": ("example head", 2 * 4, "total_variation[18]"),
+    "SoftmaxWitness": ("example head", 2 * 4, "distance"),
+    "RealisabilityRank": ("example head", 2 * 4, "rank"),
+    "PruningCurve": ("score run seed fraction", 3, "value"),
+    "PruningReport": ("", 2, "parameters"),
+    "Verdict": ("", 2, "context_error"),
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_every_result_turns_into_a_table(kind):
+    table = one_of_each()[kind].to_pandas()
+    levels, rows, column = ROWS[kind]
+    assert [name for name in table.index.names if name] == levels.split()
+    assert len(table) == rows and column in table and table.index.is_unique
+
+
+def test_tables_hold_the_numbers_of_their_places():
+    maps, saliency = one_of_each()["AttentionMap"], one_of_each()["PassSaliency"]
+    assert maps.to_pandas().loc[(1, 3, 4, 5), "raw"] == maps.raw[1, 1, 4, 5].item()
+    assert maps.to_pandas()["mask"].sum() == 2 * maps.mask.sum()  # of two heads
+    table = saliency.to_pandas()
+    assert table.loc[(*saliency.layers[2], 7, 3), "norm"] == saliency.norm[2][7, 3].item()
+    matrices = one_of_each()["AttributionMatrices"]
+    row = matrices.to_pandas().loc[(1, 0, 2, 5)]
+    assert row["contribution"] == matrices.contribution[1, 0, 2, 5].item()
+    curve = one_of_each()["PruningCurve"].to_pandas()
+    assert curve.loc[("rising", 0, 0, 0.5), "heads"] == 4
+
+
+def test_attention_to_labels_keeps_their_names():
+    result = one_of_each()["LabelAttentionResult"]
+    html = result._repr_html_()
+    assert "effective: even" in html and "effective: odd" in html
+    for value in result.effective.flatten().tolist():
+        assert f">{value:.4g}</td>" in html
+    table = result.to_pandas()
+    row = table.loc[(*result.layers[1], 3)]
+    assert row["raw[odd]"] == result.raw[1, 3, 1].item()
+    assert row["examples"] == result.examples[1, 3].item()
+
+
+def test_meanings_are_of_fields_of_their_class():
+    for result in one_of_each().values():
+        names = {field.name for field in fields(result)}
+        for told in ("meanings", "ends"):
+            assert set(vars(type(result)).get(told, {})) <= names
+        for told in ("axes", "ends"):
+            assert set(getattr(result, told, {}).values()) - {""} <= names
+    statistics = one_of_each()["HeadStatisticsResult"]
+    assert statistics.meanings.keys() == statistics.tensors().keys()
 
 
 def test_results_turn_into_tables(lens):

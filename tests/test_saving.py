@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import re
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import torch as tensor_files
 from torch import Tensor
 
+import attnlens
 from attnlens import (
     AttnLensError,
     EffectiveAttention,
@@ -20,7 +24,14 @@ from attnlens import (
     Recording,
 )
 from attnlens.attention.statistics import HeadStatisticsResult
-from attnlens.files import write_atomically, write_sealed
+from attnlens.files import (
+    load_state,
+    read_json,
+    save_state,
+    write_atomically,
+    write_json,
+    write_sealed,
+)
 from attnlens.saving import load, read_header, save
 from tests.support import models
 
@@ -60,6 +71,37 @@ def test_the_header_says_what_the_file_holds(result, tmp_path):
     assert header["shapes"] == {name: [2, 3] for name in TENSORS}
     assert header["model"] == "some/model" and header["settings"] == {"layers": [0, 4]}
     assert header["versions"]["torch"] == torch.__version__
+
+
+def test_two_saves_of_a_result_are_the_same_bytes(result, tmp_path):
+    contents = set()
+    for trial in range(20):
+        save(result, tmp_path / str(trial), model="some/model", settings={"layers": [0, 4]})
+        contents.add((tmp_path / str(trial)).read_bytes())
+    assert len(contents) == 1
+
+
+def test_settings_that_look_like_a_seal_change_nothing(tmp_path):
+    about = {"sha256": "0" * 64, "0" * 64: '{"sha256": "' + "0" * 64}
+    save_state({"0" * 64: torch.ones(2)}, tmp_path / "a", about)
+    tensors, found = load_state(tmp_path / "a")
+    assert found == about and torch.equal(tensors["0" * 64], torch.ones(2))
+
+
+def test_one_file_of_the_package_writes_safetensors():
+    root = Path(attnlens.__file__).parent
+    writes = re.compile(r"save_file|tensor_files\.save|serialize")
+    writers = [path.name for path in root.rglob("*.py") if writes.search(path.read_text())]
+    assert writers == ["files.py"]
+
+
+def test_json_holds_names_of_any_bytes(tmp_path):
+    document = {"name": os.fsdecode(b"na\xc3\xafve \xff.txt"), "number": 0.1}
+    write_json(tmp_path / "a.json", document)
+    assert read_json(tmp_path / "a.json", "a document") == document
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(InputError, match=r"Cannot read a document from .*a\.json"):
+        read_json(tmp_path / "a.json", "a document")
 
 
 def test_views_are_saved_by_value(result, tmp_path):

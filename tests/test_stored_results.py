@@ -10,81 +10,32 @@ import pytest
 import torch
 
 import attnlens
-from attnlens import (
-    HeadImportance,
-    HeadStatistics,
-    LabelAttention,
-    Lens,
-    MapTraining,
-    TokenIdentifiability,
-    TokenSaliency,
-    load,
-    save,
-)
+from attnlens import load, save
 from attnlens.attribution.contributions import AttributionMatrices
 from attnlens.attribution.saliency import PassSaliency
 from attnlens.corpus import Scan
 from attnlens.saving import ENTRIES, RESULTS, storable
-from tests.support import heads, models
+from tests.support.results import one_of_each
 from tests.test_saving import assert_same
 
-QUICK = MapTraining(max_epochs=1, width=8)
-
-
-@pytest.fixture(scope="module")
-def results():
-    """One of each class, from a small BERT, where making it takes more than a line."""
-    model, batch = models.build("bert"), models.inputs("bert")
-    importance, saliency = HeadImportance(), TokenSaliency(label_names=("all",))
-    rates = TokenIdentifiability("linear", labels=None, training=QUICK, seed=1)
-    attention = LabelAttention(lambda given: given["input_ids"] % 2, ("even", "odd"))
-    with Lens(model, HeadStatistics(), importance, saliency, rates, attention):
-        for seed in range(8):
-            lengths = tuple(range(4, 16))
-            model(**models.text_inputs(lengths, seed)).last_hidden_state.square().sum().backward()
-    (capture, _) = attnlens.record(model, **batch)
-    whole = heads.build("bert")
-    rising = torch.arange(8.0).reshape(2, 4)
-    curve = attnlens.pruning_curve(whole, lambda model: 0.1, {"rising": rising}, 2)
-    found = [
-        importance.compute(),
-        saliency.compute(),
-        saliency.last[0],
-        rates.compute(),
-        attention.compute(),
-        attnlens.compare(model, models.build("bert"), batch),
-        attnlens.identify(capture),
-        attnlens.simplex_witness(capture),
-        attnlens.softmax_witness(capture, max_iterations=2),
-        attnlens.realisability_rank(capture),
-        attnlens.check(model),
-        curve,
-        curve.plan("rising", 0.5),
-        attnlens.prune_heads(whole, {0: [1]}, repeats=1),
-    ]
-    return {type(result).__name__: result for result in found}
-
-
 KINDS = (
-    "HeadImportanceResult TokenSaliencyResult PassSaliency TokenIdentifiabilityResult HeadDrift "
+    "HeadStatisticsResult HeadImportanceResult LabelAttentionResult HiddenTokenAttributionResult "
+    "AttributionMatrices TokenSaliencyResult PassSaliency TokenIdentifiabilityResult HeadDrift "
     "Identifiability SimplexWitness SoftmaxWitness RealisabilityRank Verdict PruningCurve HeadPlan "
-    "PruningReport LabelAttentionResult"
+    "PruningReport AttentionMap"
 ).split()
-ELSEWHERE = {  # tests/test_saving.py
-    "HeadStatisticsResult",
-    "HiddenTokenAttributionResult",
-    "Capture",
-    "AttentionMap",
-    "AttributionMatrices",
-}
+ELSEWHERE = {"Capture"}  # tests/test_saving.py
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_result_returns_bit_by_bit(results, kind, tmp_path):
-    result = [results[kind]] if kind in ENTRIES else results[kind]
+def test_a_result_returns_bit_by_bit(kind, tmp_path):
+    result = one_of_each()[kind]
     save(result, tmp_path / "a.safetensors")
     found = load(tmp_path / "a.safetensors")
     assert_same(found, result)
+    if kind in ENTRIES:
+        save([result, result], tmp_path / "a.safetensors")
+        assert_same(load(tmp_path / "a.safetensors"), [result, result])
     if kind == "PruningCurve":
         assert str(found.table()) == str(result.table())
         assert found.plan("rising", 0.5) == result.plan("rising", 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from attnlens.attention.gates import gate_sums, unit_layers
 from attnlens.capture import Capture
 from attnlens.errors import InputError
-from attnlens.observer import GradientObserver, SumObserver, Sums, stack_heads
+from attnlens.observer import GradientObserver, SumObserver, Sums
 from attnlens.results import LayeredResult
 from attnlens.saving import storable
 
@@ -21,7 +22,7 @@ _QUANTITIES = ("importance", "magnitude", "positions", "examples", "skipped", "s
 
 
 @storable()
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HeadImportanceResult(LayeredResult):
     """Averages over examples, per layer and head; all `[L, H]` float64 on the CPU.
 
@@ -48,7 +49,13 @@ class HeadImportanceResult(LayeredResult):
     importance: Tensor
     token_importance: Tensor
 
-    _shown = "importance"
+    shown = ("importance",)
+    meanings: ClassVar = {
+        **LayeredResult.meanings,
+        "seen": "how many examples ran forward",
+        "importance": "how much the loss depends on a head, E |⟨O_h, ∂L/∂O_h⟩| per example",
+        "token_importance": "how much the loss depends on a head, E |⟨o_i, ∂L/∂o_i⟩| per token",
+    }
 
 
 class HeadImportance(GradientObserver, SumObserver):
@@ -124,14 +131,19 @@ class HeadImportance(GradientObserver, SumObserver):
         Raises:
             AttnLensError: if nothing was seen.
         """
-        layers = self.seen(passes="the model and its backward pass")
-        stacked = stack_heads([_averages(sums) for sums in layers.values()])
+        layers, stacked = self.stacked(_averages)
         if self.normalise:
             for name in ("importance", "token_importance"):
                 stacked[name] = unit_layers(stacked[name])
         answered = (stacked["examples"].nan_to_num() + stacked["skipped"].nan_to_num()).sum(-1)
         missing = tuple(key for key, count in zip(layers, answered, strict=True) if not count)
-        return HeadImportanceResult(tuple(layers), missing, **stacked)
+        return HeadImportanceResult(layers, missing, **stacked)
+
+    def _nothing(self) -> str:
+        return (
+            "HeadImportance has seen no attention call. Run the model and its backward pass inside "
+            "`with Lens(...)`."
+        )
 
     def _add(self, capture: Capture, **sums: Tensor) -> None:
         """Add some quantities, the others being zero."""

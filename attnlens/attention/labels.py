@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,15 +12,15 @@ from torch import Tensor
 from attnlens.algebra.problem import Problem, problem
 from attnlens.attention.label_sums import LabelMeans, label_means, label_members
 from attnlens.capture import Capture
-from attnlens.errors import AttnLensWarning, InputError
+from attnlens.errors import InputError
 from attnlens.kernels.ranks import require_rtol
-from attnlens.observer import Labels, SumObserver, Sums, stack_heads
+from attnlens.observer import Labels, SumObserver, Sums, warn_of_skipped
 from attnlens.results import LayeredResult, LayerKey
 from attnlens.saving import storable
 
 
 @storable()
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LabelAttentionResult(LayeredResult):
     """Mean attention to the tokens of each of G labels, by layer and head; float64 on the CPU.
 
@@ -31,7 +30,7 @@ class LabelAttentionResult(LayeredResult):
 
     Attributes:
         layers: `(stack, layer)` of each of the L rows.
-        label_names: names of the G labels.
+        labels: names of the G labels.
         examples: number of examples that counted, `[L, H]`.
         skipped: number of examples left out because a tensor held NaN or Inf, `[L, H]`.
         present: share of the examples with a token of the label, `[L, H, G]` in `[0, 1]`;
@@ -46,7 +45,7 @@ class LabelAttentionResult(LayeredResult):
     """
 
     layers: tuple[LayerKey, ...]
-    label_names: tuple[str, ...]
+    labels: tuple[str, ...]
     examples: Tensor
     skipped: Tensor
     present: Tensor
@@ -56,6 +55,18 @@ class LabelAttentionResult(LayeredResult):
     effective: Tensor
     effective_error: Tensor
     value_space: tuple[str, ...]
+
+    ends: ClassVar = dict.fromkeys(
+        ("present", "tokens", "raw", "raw_error", "effective", "effective_error"), "labels"
+    )
+    shown = ("effective", "raw")
+    meanings: ClassVar = {
+        **LayeredResult.meanings,
+        "present": "share of the examples with a token of the label",
+        "tokens": "share of the label in the tokens of an example",
+        "raw": "attention to the tokens of the label",
+        "effective": "attention to the tokens of the label that the output can see",
+    }
 
 
 class LabelAttention(SumObserver):
@@ -80,6 +91,8 @@ class LabelAttention(SumObserver):
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, figures 1b, 1c and 5;
         Clark et al., "What Does BERT Look At?", BlackboxNLP 2019, section 3.2.
     """
+
+    alike = ("label_names", "rtol")
 
     def __init__(
         self,
@@ -117,23 +130,6 @@ class LabelAttention(SumObserver):
         means = label_means(posed, members)
         self.add((capture.stack, capture.layer), _sums(capture, posed, means, members))
 
-    def merge(self, other: LabelAttention) -> LabelAttention:
-        """Add what another observer has seen.
-
-        Args:
-            other: of the same label names; left unchanged.
-
-        Returns:
-            This observer.
-
-        Raises:
-            InputError: if the other has other labels.
-        """
-        names = getattr(other, "label_names", self.label_names)
-        if names != self.label_names:
-            raise InputError(f"Cannot merge labels {names} into {self.label_names}.")
-        return super().merge(other)
-
     def compute(self) -> LabelAttentionResult:
         """Average over everything seen.
 
@@ -143,18 +139,10 @@ class LabelAttention(SumObserver):
         Raises:
             AttnLensError: if nothing was seen.
         """
-        layers = self.seen()
-        stacked = stack_heads([_averages(sums) for sums in layers.values()])
-        skipped = int(stacked["skipped"].nan_to_num().max())
-        if skipped:
-            warnings.warn(
-                f"{skipped} example(s) held NaN or Inf and were left out. Check the model's "
-                f"inputs.",
-                AttnLensWarning,
-                stacklevel=2,
-            )
-        spaces = tuple("T" if bool(s["has_projection_min"]) else "V" for s in layers.values())
-        return LabelAttentionResult(tuple(layers), self.label_names, value_space=spaces, **stacked)
+        layers, stacked = self.stacked(_averages)
+        warn_of_skipped(stacked["skipped"], layers)
+        spaces = tuple("T" if s["has_projection_min"] else "V" for s in self.seen().values())
+        return LabelAttentionResult(layers, self.label_names, value_space=spaces, **stacked)
 
 
 def _sums(capture: Capture, posed: Problem, means: LabelMeans, members: Tensor) -> Sums:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,13 +13,13 @@ from attnlens.algebra.problem import problem
 from attnlens.capture import Capture
 from attnlens.errors import AttnLensError, InputError, MemoryBoundError
 from attnlens.observer import Observer
-from attnlens.results import LayerKey
+from attnlens.results import LayerKey, Result
 from attnlens.saving import storable
 
 
 @storable("entry")
-@dataclass(frozen=True)
-class AttentionMap:
+@dataclass(frozen=True, repr=False)
+class AttentionMap(Result):
     """Raw and effective attention of one call.
 
     Attributes:
@@ -39,9 +38,7 @@ class AttentionMap:
     effective: Tensor
     mask: Tensor
 
-    def to_numpy(self) -> dict[str, np.ndarray]:
-        """Return raw, effective and mask, as arrays that share memory with the tensors."""
-        return {name: getattr(self, name).numpy() for name in ("raw", "effective", "mask")}
+    axes: ClassVar = {"example": "", "head": "heads", "query": "", "key": ""}
 
 
 class EffectiveAttention(Observer):
@@ -74,7 +71,7 @@ class EffectiveAttention(Observer):
     @property
     def kept_bytes(self) -> int:
         """Memory of the maps kept so far, in bytes."""
-        return sum(m.raw.nbytes + m.effective.nbytes + m.mask.nbytes for m in self._maps)
+        return _nbytes(self._maps)
 
     def update(self, capture: Capture) -> None:
         """Keep the maps of one attention call.
@@ -139,26 +136,6 @@ class EffectiveAttention(Observer):
         """Drop the maps."""
         self._maps = []
 
-    def merge(self, other: EffectiveAttention) -> EffectiveAttention:
-        """Append the maps of another observer.
-
-        Args:
-            other: left unchanged.
-
-        Returns:
-            This observer.
-
-        Raises:
-            MemoryBoundError: if the maps together would cross `max_bytes`.
-        """
-        if self.kept_bytes + other.kept_bytes > self.max_bytes:
-            raise MemoryBoundError(
-                f"Merging {other.kept_bytes:,} bytes into {self.kept_bytes:,} crosses "
-                f"max_bytes={self.max_bytes:,}."
-            )
-        self._maps += other._maps
-        return self
-
     def state_dict(self) -> dict[str, Tensor]:
         """Return the maps, named `index/stack/layer/quantity`."""
         state = {}
@@ -169,11 +146,14 @@ class EffectiveAttention(Observer):
                 state[f"{prefix}/{name}"] = getattr(kept, name)
         return state
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore maps, replacing the present ones.
+    def add_state(self, state: Mapping[str, Tensor]) -> None:
+        """Append maps.
 
         Args:
             state: what :meth:`state_dict` returned.
+
+        Raises:
+            MemoryBoundError: if keeping them would cross `max_bytes`.
         """
         entries: dict[int, tuple[LayerKey, dict[str, Any]]] = {}
         for name, tensor in state.items():
@@ -182,10 +162,16 @@ class EffectiveAttention(Observer):
             stack, layer = rest.rsplit("/", 1)
             entry = entries.setdefault(int(index), ((stack, int(layer)), {}))
             entry[1][quantity] = tuple(tensor.tolist()) if quantity == "heads" else tensor
-        self._maps = [
+        maps = [
             AttentionMap(stack, layer, **parts)
             for _, ((stack, layer), parts) in sorted(entries.items())
         ]
+        if self.kept_bytes + _nbytes(maps) > self.max_bytes:
+            raise MemoryBoundError(
+                f"Adding maps of {_nbytes(maps):,} bytes to {self.kept_bytes:,} crosses "
+                f"max_bytes={self.max_bytes:,}."
+            )
+        self._maps += maps
 
 
 def stacked_maps(
@@ -222,6 +208,10 @@ def stacked_maps(
                 f"Call reset() between batches, or pad them to one length."
             )
     return tuple(torch.cat(calls) for calls in chosen)
+
+
+def _nbytes(maps: Iterable[AttentionMap]) -> int:
+    return sum(m.raw.nbytes + m.effective.nbytes + m.mask.nbytes for m in maps)
 
 
 def _kept(maps: Tensor) -> Tensor:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from torch import Tensor
-
 from attnlens.capture import Capture
-from attnlens.errors import InputError
 from attnlens.observer import Observer
 
 
@@ -49,20 +45,3 @@ class Recording(Observer):
         """
         self.captures += other.captures
         return self
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return nothing: captures hold live activations and are not a state to save."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Accept the empty state.
-
-        Args:
-            state: must be empty.
-
-        Raises:
-            InputError: if it is not.
-        """
-        if state:
-            raise InputError(f"A recording has no state to restore. Got {len(state)} tensors.")
-        self.reset()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,9 +13,9 @@ from attnlens.algebra.closed_forms import HeadSums, pearson
 from attnlens.algebra.null_space import NullSpace, null_space
 from attnlens.algebra.problem import Problem, problem
 from attnlens.capture import Capture
-from attnlens.errors import AttnLensWarning, InputError
+from attnlens.errors import InputError
 from attnlens.kernels.ranks import require_rtol
-from attnlens.observer import SumObserver, Sums, stack_heads
+from attnlens.observer import SumObserver, Sums, warn_of_skipped
 from attnlens.results import LayeredResult
 from attnlens.saving import storable
 
@@ -24,7 +23,7 @@ Fields = Literal["all", "null_space"]
 
 
 @storable()
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HeadStatisticsResult(LayeredResult):
     """Averages over examples, per layer and head; all `[L, H]` float64 on the CPU.
 
@@ -70,19 +69,27 @@ class HeadStatisticsResult(LayeredResult):
     output_norm: Tensor
     value_space: tuple[str, ...]
 
-    _shown = "effective_fraction"
-
-    def to_dict(self) -> dict[str, object]:
-        """Return plain lists and strings, ready for JSON; NaN becomes None."""
-        lists: dict[str, object] = {
-            name: [[None if x != x else x for x in row] for row in tensor.tolist()]
-            for name, tensor in self.tensors().items()
-        }
-        return {
-            "layers": [{"stack": stack, "layer": layer} for stack, layer in self.layers],
-            "value_space": list(self.value_space),
-            **lists,
-        }
+    shown = ("effective_fraction", "effective_norm", "entropy", "output_norm")
+    meanings: ClassVar = {
+        **LayeredResult.meanings,
+        "tokens": "tokens per example",
+        "rank": "dimension of the space that a head's values span, rank(T)",
+        "nullity": "dimension in which attention can change without any effect, n − rank(T)",
+        "nullity_min": "the smallest nullity of any attention row",
+        "nullity_max": "the largest nullity of any attention row",
+        "simplex_nullity": "nullity that is left if attention rows must keep summing to one",
+        "condition": "largest over smallest singular value of a head's values",
+        "attention_norm": "size of the attention matrix, ‖A‖",
+        "effective_norm": "size of the attention that the output can see, ‖A⊥‖",
+        "effective_fraction": (
+            "the share of a head's attention that can influence its output, ‖A⊥‖²/‖A‖²: at 1 all "
+            "of it counts, at 0.6 the other 40 % changes nothing"
+        ),
+        "correlation": "Pearson's r between raw and effective attention, averaged over examples",
+        "pooled_correlation": "Pearson's r between raw and effective attention, examples pooled",
+        "entropy": "how widely a token spreads its attention, in nats: 0 is a single token",
+        "output_norm": "size of what a head writes, ‖AT‖",
+    }
 
 
 class HeadStatistics(SumObserver):
@@ -101,6 +108,8 @@ class HeadStatistics(SumObserver):
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
     """
+
+    alike = ("fields", "rtol")
 
     def __init__(
         self,
@@ -134,24 +143,10 @@ class HeadStatistics(SumObserver):
         Raises:
             AttnLensError: if nothing was seen.
         """
-        layers = self.seen()
-        stacked = stack_heads([_averages(sums) for sums in layers.values()])
-        self._warn_of_skipped(stacked["skipped"], list(layers))
-        spaces = tuple("T" if bool(s["has_projection_min"]) else "V" for s in layers.values())
-        return HeadStatisticsResult(tuple(layers), value_space=spaces, **stacked)
-
-    @staticmethod
-    def _warn_of_skipped(skipped: Tensor, keys: list[tuple[str, int]]) -> None:
-        at_fault = (skipped > 0).nonzero().tolist()
-        if at_fault:
-            row, head = at_fault[0]
-            stack, layer = keys[row]
-            warnings.warn(
-                f"{int(skipped.nan_to_num().max())} example(s) held NaN or Inf and were left out, "
-                f"first in {stack} layer {layer}, head {head}. Check the model's inputs.",
-                AttnLensWarning,
-                stacklevel=3,
-            )
+        layers, stacked = self.stacked(_averages)
+        warn_of_skipped(stacked["skipped"], layers)
+        spaces = tuple("T" if s["has_projection_min"] else "V" for s in self.seen().values())
+        return HeadStatisticsResult(layers, value_space=spaces, **stacked)
 
 
 def example_fields(posed: Problem, space: NullSpace, sums: HeadSums | None) -> Sums:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from attnlens.attribution.tallies import box_statistics
 from attnlens.observer import Sums
-from attnlens.results import LayeredResult, LayerKey
+from attnlens.results import LayeredResult, LayerKey, Result
 from attnlens.saving import storable
 
 
 @storable("entry")
-@dataclass(frozen=True, eq=False)
-class AttributionMatrices:
+@dataclass(frozen=True, eq=False, repr=False)
+class AttributionMatrices(Result):
     """Contributions to the hidden states of one stack in one forward pass; on the CPU.
 
     Attributes:
@@ -41,6 +42,9 @@ class AttributionMatrices:
     targets: Tensor
     reverse: bool
 
+    axes: ClassVar = {"layer": "layers", "example": "", "source": "sources", "target": "targets"}
+    apart = frozenset({"mask", "sources", "targets"})
+
     @property
     def nbytes(self) -> int:
         """Memory of the tensors, in bytes."""
@@ -49,7 +53,7 @@ class AttributionMatrices:
 
 
 @storable()
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HiddenTokenAttributionResult(LayeredResult):
     """Contributions over all real tokens seen, by layer and label of the target token.
 
@@ -97,7 +101,16 @@ class HiddenTokenAttributionResult(LayeredResult):
     by_label: Tensor
     by_label_error: Tensor
 
-    _shown = "own"
+    axes: ClassVar = {"layer": "layers", "label": "labels"}
+    ends: ClassVar = {"by_label": "labels", "by_label_error": "labels"}
+    shown = ("own",)
+    meanings: ClassVar = {
+        "tokens": "how many tokens counted",
+        "own": "share of a hidden state that comes from its own token",
+        "not_main": (
+            "share of tokens to which another token contributes more than they do themselves"
+        ),
+    }
 
 
 def layer_means(sums: Sums) -> Sums:

@@ -34,7 +34,7 @@ from attnlens.attribution.tallies import (
     tally_own,
 )
 from attnlens.capture import LayerCapture
-from attnlens.errors import AttnLensError, InputError, MemoryBoundError, UnsupportedAttentionError
+from attnlens.errors import InputError, MemoryBoundError, UnsupportedAttentionError
 from attnlens.observer import Labels, LayerObserver, SumObserver, Sums
 
 
@@ -84,6 +84,8 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 5.
     """
 
+    alike = ("label_names", "radius", "norm")
+
     def __init__(
         self,
         probes: int | None = 8,
@@ -130,6 +132,11 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
         self._passes: Counter[str] = Counter()
         self._chains: list[tuple[str, Tensor, list[_Step]]] = []
         self._labels: Tensor | None = None
+
+    @property
+    def unsaved(self) -> str:
+        """The matrices, where they are kept."""
+        return "matrices (use keep='aggregates')" if self.keep == "matrices" else ""
 
     def seek(self, place: int) -> None:
         """Draw the probes of a certain pass next.
@@ -184,23 +191,13 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
         Raises:
             AttnLensError: if nothing was aggregated.
         """
-        keys = self.ordered()
-        if not keys:
-            chosen = self.sources is not None or self.targets is not None
-            raise AttnLensError(
-                "Contributions of chosen sources or targets are not aggregated: read `matrices`."
-                if chosen
-                else "HiddenTokenAttribution has seen no complete forward pass of the layers it "
-                "was asked for. Run the model inside `with Lens(...)`, and check `layers`."
-            )
-        rows = [layer_means({n: t.cpu() for n, t in self.sums[key].items()}) for key in keys]
-        means = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        keys, means = self.stacked(layer_means)
         profile = torch.empty_like(means["distance"])
         for stack in {stack for stack, _ in keys}:
             of_stack = [row for row, key in enumerate(keys) if key[0] == stack]
             profile[of_stack] = layer_profile(means["distance"][of_stack])
         return HiddenTokenAttributionResult(
-            tuple(keys), self.label_names, distance_profile=profile, **means
+            keys, self.label_names, distance_profile=profile, **means
         )
 
     def reset(self) -> None:
@@ -218,8 +215,8 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
         Returns:
             This observer.
         """
-        super().merge(other)
         self._require_room(other.matrices)
+        super().merge(other)
         self.matrices += other.matrices
         self._count_passes()
         return self
@@ -232,6 +229,17 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
         """
         super().add_state(state)
         self._count_passes()
+
+    def _forget_state(self) -> None:
+        self.sums = {}
+
+    def _nothing(self) -> str:
+        if self.sources is not None or self.targets is not None:
+            return "Contributions of chosen sources or targets are not aggregated: read `matrices`."
+        return (
+            "HiddenTokenAttribution has seen no complete forward pass of the layers it was asked "
+            "for. Run the model inside `with Lens(...)`, and check `layers`."
+        )
 
     def _count_passes(self) -> None:
         for (stack, _), sums in self.sums.items():

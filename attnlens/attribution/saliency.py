@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from attnlens.capture import HiddenState
-from attnlens.errors import AttnLensError, InputError
+from attnlens.errors import InputError
 from attnlens.observer import Labels, LayerObserver, SumObserver, Sums
-from attnlens.results import LayeredResult, LayerKey
+from attnlens.results import LayeredResult, LayerKey, Result
 from attnlens.saving import storable
 
 
 @storable("entry")
-@dataclass(frozen=True, eq=False)
-class PassSaliency:
+@dataclass(frozen=True, eq=False, repr=False)
+class PassSaliency(Result):
     """Saliency of the tokens of one forward pass, example by example.
 
     Attributes:
@@ -32,9 +33,27 @@ class PassSaliency:
     norm: tuple[Tensor, ...]
     product: tuple[Tensor, ...]
 
+    def to_pandas(self) -> Any:
+        """Return a table with a row for each token at each layer, padding included; needs pandas.
+
+        Returns:
+            The `pandas.DataFrame`, indexed by stack, layer, example and token.
+        """
+        import pandas
+
+        names = ["stack", "layer", "example", "token"]
+        parts = []
+        for layer, norm, product in zip(self.layers, self.norm, self.product, strict=True):
+            index = pandas.MultiIndex.from_tuples(
+                [(*layer, *place) for place in np.ndindex(*norm.shape)], names=names
+            )
+            columns = {"norm": norm.flatten().numpy(), "product": product.flatten().numpy()}
+            parts.append(pandas.DataFrame(columns, index))
+        return pandas.concat(parts)
+
 
 @storable()
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TokenSaliencyResult(LayeredResult):
     """Averages over the real tokens of all backward passes, per layer.
 
@@ -62,8 +81,15 @@ class TokenSaliencyResult(LayeredResult):
     position_product: Tensor
     position_magnitude: Tensor
 
-    _shown = "norm"
-    _other = frozenset({"position_norm", "position_product", "position_magnitude"})
+    axes: ClassVar = {"layer": "layers", "label": "labels"}
+    apart = frozenset({"position_norm", "position_product", "position_magnitude"})
+    shown = ("norm",)
+    meanings: ClassVar = {
+        "tokens": "how many tokens counted",
+        "norm": "how strongly the loss depends on a token, ‖∂loss/∂e_i‖",
+        "product": "gradient × input of a token, ⟨∂loss/∂e_i, e_i⟩",
+        "magnitude": "size of gradient × input of a token",
+    }
 
 
 @dataclass(eq=False)
@@ -99,6 +125,9 @@ class TokenSaliency(SumObserver, LayerObserver):
         label_names: names of the G labels.
         positions: P, the number of positions from the first that are kept apart.
     """
+
+    needs_backward = True
+    alike = ("label_names", "positions")
 
     def __init__(
         self,
@@ -156,18 +185,11 @@ class TokenSaliency(SumObserver, LayerObserver):
         Raises:
             AttnLensError: if no gradient was seen.
         """
-        keys = self.ordered()
-        if not keys:
-            raise AttnLensError(
-                "TokenSaliency has seen no gradient. Call backward() inside `with Lens(...)`, "
-                "and check `layers`."
-            )
-        rows = [{name: t.cpu() for name, t in self.sums[key].items()} for key in keys]
-        sums = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        keys, sums = self.stacked(lambda sums: sums)
         by_label = sums["by_label"] / sums["tokens"][:, None]  # [L, 3, G]
         by_position = sums["by_position"] / sums["positions"][:, None]  # [L, 3, P]
         return TokenSaliencyResult(
-            tuple(keys),
+            keys,
             self.label_names,
             sums["tokens"],
             *by_label.unbind(1),
@@ -178,6 +200,12 @@ class TokenSaliency(SumObserver, LayerObserver):
         """Forget everything seen."""
         super().reset()
         self._last = []
+
+    def _nothing(self) -> str:
+        return (
+            "TokenSaliency has seen no gradient. Call backward() inside `with Lens(...)`, and "
+            "check `layers`."
+        )
 
     def _receive(self, of: _Pass, state: HiddenState, gradient: Tensor) -> None:
         """Take the gradient of one hidden state."""

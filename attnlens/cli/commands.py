@@ -26,7 +26,7 @@ from attnlens.cli.prune import prune
 from attnlens.cli.scan import merge, scan
 from attnlens.cli.terminal import Commands, bars, print_json, say, writing
 from attnlens.errors import InputError
-from attnlens.files import versions
+from attnlens.files import make_folder, versions
 from attnlens.recipes.demonstration import report_demo
 from attnlens.recipes.head_report import FIELDS, HeadReport, report_heads
 from attnlens.recipes.page_content import PageContent
@@ -161,10 +161,7 @@ def _prepare(output: Path | None, html: Path | None) -> None:
     if html is not None:
         require_folder(html)
     if output is not None:
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"Cannot make the folder {output}: {error.strerror}.") from error
+        make_folder(output)
 
 
 def _heads(text: str | None) -> tuple[int, ...] | None:

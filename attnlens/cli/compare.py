@@ -11,7 +11,7 @@ from attnlens.cli.options import AsJson, BatchSize, Lines, MaxLength, Text
 from attnlens.cli.terminal import bars, print_json
 from attnlens.recipes.text_drift import DriftField, compare_on_texts
 from attnlens.reporting.tables import head_table
-from attnlens.results import cell, field_of, row_labels
+from attnlens.results import cell
 from attnlens.texts.reading import read_examples
 
 
@@ -46,6 +46,6 @@ def compare(
     console = Console(highlight=False)
     console.print(head_table(result.drift, field, console.width))
     row, head = result.most_moved(field)
-    place = f"head {head} of {row_labels(result.drift)[row]}"
-    value = cell(field_of(result.drift, field)[row, head].item())
+    place = f"head {head} of {result.drift.row_labels()[row]}"
+    value = cell(result.drift.field(field)[row, head].item())
     print(f"\nFrom {result.model_a} to {result.model_b}, {place} moved most: {value}.")

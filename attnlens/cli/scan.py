@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from tqdm import tqdm
 
 from attnlens.attention.statistics import HeadStatisticsResult
 from attnlens.cli.options import MaxLength, ModelName, names_in
@@ -16,14 +16,13 @@ from attnlens.cli.terminal import bars, say
 from attnlens.corpus import Corpus, Fields, Scan, merge_shards
 from attnlens.corpus.readers import Format
 from attnlens.corpus.records import Rejected
-from attnlens.corpus.scanning import OnError, Settings
+from attnlens.corpus.settings import OnError, Settings
 from attnlens.errors import InputError
 from attnlens.recipes.corpus_scan import scan_corpus
 from attnlens.recipes.ingredients import reader
 from attnlens.recovery.token_identifiability import TokenIdentifiabilityResult
 from attnlens.reporting.tables import explanation, head_table, layer_table, rates_table
-
-_HAS_TQDM = find_spec("tqdm") is not None
+from attnlens.results import LayeredResult
 
 
 def scan(
@@ -62,9 +61,9 @@ def scan(
     batch_tokens: Annotated[
         int, typer.Option("--batch-tokens", min=1, help="Most tokens at once, with padding.")
     ] = Settings.batch_tokens,
-    window: Annotated[
-        int, typer.Option("--window", min=1, help="Examples sorted by length together.")
-    ] = Settings.window,
+    chunk: Annotated[
+        int, typer.Option("--chunk", min=1, help="Examples sorted by length together.")
+    ] = Settings.chunk,
     max_length: MaxLength = None,
     on_error: Annotated[
         OnError, typer.Option("--on-error", help="What to do with bad records.")
@@ -92,14 +91,14 @@ def scan(
         out=out,
         batch_size=batch_size,
         batch_tokens=batch_tokens,
-        window=window,
+        chunk=chunk,
         max_length=max_length,
         checkpoint_every=checkpoint_every,
         resume=resume,
         on_error=on_error,
         report=_tell,
         shard=part,
-        progress=Console(stderr=True).is_terminal and _HAS_TQDM,
+        progress=Console(stderr=True).is_terminal,
     )
     if result.shard.index == 0 or not result.shard.complete:
         _show(result, out)
@@ -117,12 +116,7 @@ def merge(
 
 def _tell(rejected: Rejected) -> None:
     """Say it above the bar, if there is one."""
-    if _HAS_TQDM:
-        from tqdm import tqdm
-
-        tqdm.write(str(rejected), file=sys.stderr)
-    else:
-        say(str(rejected))
+    tqdm.write(str(rejected), file=sys.stderr)
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -155,5 +149,5 @@ def _show_result(name: str, result: Any, console: Console) -> None:
         console.print(f"\n{explanation(result)}\n")
     elif isinstance(result, TokenIdentifiabilityResult):
         console.print(rates_table([result]))
-    elif hasattr(result, "layers") and hasattr(result, "tensors"):
+    elif isinstance(result, LayeredResult):
         console.print(layer_table(name, result))

@@ -1,4 +1,4 @@
-"""Cut a corpus into windows of records, and a window into batches of similar length."""
+"""Cut a corpus into chunks of records, and a chunk into batches of similar length."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from attnlens.corpus.records import Entry, Record, Rejected
 
 
 @dataclass(frozen=True)
-class Window:
-    """Consecutive records of a corpus, which are sorted by length and go to one process.
+class Chunk:
+    """Consecutive records of a corpus, which one process sorts by length and reads.
 
     Attributes:
-        index: number of the window in the corpus, from 0.
+        index: number of the chunk in the corpus, from 0.
         records: its records.
-        line: number of lines of the corpus up to here, all files together.
-        digest: of all records of the corpus up to here.
+        line: number of lines of the corpus up to the end of the chunk, over all files.
+        digest: digest of all records of the corpus up to the end of the chunk.
     """
 
     index: int
@@ -26,19 +26,19 @@ class Window:
     digest: str
 
 
-def windows(
+def chunks(
     entries: Iterable[Entry], size: int, reject: Callable[[int, Rejected], None]
-) -> Iterator[Window]:
-    """Cut a corpus into windows of records.
+) -> Iterator[Chunk]:
+    """Cut a corpus into chunks of records.
 
     Args:
         entries: the corpus.
-        size: records in a window; the last may hold fewer.
-        reject: told at once of what is no record, with the index of the window that is being
-            filled; it does not shift the windows.
+        size: number of records in a chunk; the last may hold fewer.
+        reject: called at once with every rejected entry and the index of the chunk that is being
+            filled. Rejected entries belong to no chunk.
 
     Yields:
-        The windows.
+        The chunks.
     """
     digest, index = blake2b(digest_size=16), 0
     source, line, before = "", 0, 0
@@ -53,19 +53,19 @@ def windows(
         records.append(entry)
         digest.update(entry.content.encode() + b"\n")
         if len(records) == size:
-            yield Window(index, records, before + line, digest.hexdigest())
+            yield Chunk(index, records, before + line, digest.hexdigest())
             index, records = index + 1, []
     if records:
-        yield Window(index, records, before + line, digest.hexdigest())
+        yield Chunk(index, records, before + line, digest.hexdigest())
 
 
 def batches(lengths: Sequence[int], most: int, most_tokens: int) -> Iterator[list[int]]:
-    """Put texts of similar length together, the longest first.
+    """Group texts of similar length, the longest first.
 
     Args:
         lengths: number of tokens of each text.
         most: most texts in a batch.
-        most_tokens: most tokens in a batch, padding included; a longer text is a batch of its own.
+        most_tokens: most tokens in a batch, padding included; a longer text is a batch by itself.
 
     Yields:
         Indices of texts.

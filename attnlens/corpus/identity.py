@@ -1,7 +1,8 @@
-"""What a scan was made of, in a form that can be written down and compared."""
+"""Model, tokenizer and observers of a scan in a form that can be saved and compared."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
@@ -17,14 +18,14 @@ _SENTENCE = "The 2nd test, naïvely: don't tokenise “this” twice!"
 
 
 def model_identity(model: TextModel) -> dict[str, str]:
-    """Describe a model and its tokenizer by digests; the name of a folder tells nothing.
+    """Describe a model and its tokenizer by digests of what they are, not by their name.
 
     Args:
         model: the model.
 
     Returns:
-        Digests. That of the weights is over shapes, types and a sample of each tensor, so that
-        fine-tuning changes it and a large model is not read in full.
+        Digests of weights and tokenizer. The former covers shape, type and a sample of every
+        tensor: fine-tuning changes it, and a large model is not read in full.
     """
     tokenizer = model.tokenizer
     words = blake2b(type(tokenizer).__name__.encode(), digest_size=16)
@@ -51,57 +52,52 @@ def observer_identity(observer: Observer) -> dict[str, Any]:
         observer: the observer.
 
     Returns:
-        Something that JSON can hold.
+        Class and settings by name, as they are read back from JSON.
     """
     settings = {
         name: sorted(value) if isinstance(value, frozenset) else value
         for name, value in vars(observer).items()
         if not name.startswith("_") and _is_plain(value)
     }
-    return {"class": type(observer).__name__, **_listed(settings)}
+    described = {"class": type(observer).__name__, **settings}
+    return dict(json.loads(json.dumps(described)))
 
 
 def require_same(
-    found: Mapping[str, Any], wanted: Mapping[str, Any], where: str, cure: str
+    written: Mapping[str, Any], expected: Mapping[str, Any], where: str, cure: str
 ) -> None:
-    """Refuse to go on with, or to merge, what was made in another way.
+    """Refuse the checkpoint of another scan.
 
     Args:
-        found: what is written down.
-        wanted: what it must be.
+        written: the entries of the checkpoint.
+        expected: entries that it must hold, perhaps among others.
         where: the file.
-        cure: what to do.
+        cure: what the user can do, for the error.
 
     Raises:
-        InputError: naming what differs.
+        InputError: naming the entries that differ.
     """
-    for part in wanted:
-        if found.get(part) == wanted[part]:
-            continue
-        raise InputError(
-            f"{where} belongs to another scan, which differs in its {part}: "
-            f"{_difference(found.get(part), wanted[part])}. {cure}"
-        )
+    for part in expected:
+        if written.get(part) != expected[part]:
+            raise InputError(
+                f"{where} belongs to another scan, which differs in its {part}: "
+                f"{_difference(written.get(part), expected[part])}. {cure}"
+            )
 
 
-def _difference(found: Any, wanted: Any) -> str:
+def _difference(written: Any, expected: Any) -> str:
     """The entries in which two descriptions differ."""
-    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
-        names = [n for n in {**found, **wanted} if found.get(n) != wanted.get(n)]
-        return ", ".join(f"{n} is {found.get(n)!r}, not {wanted.get(n)!r}" for n in names)
-    if isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
-        return "; ".join(_difference(f, w) for f, w in zip(found, wanted, strict=True) if f != w)
-    return f"{found!r}, not {wanted!r}"
+    both = (written, expected)
+    if all(isinstance(one, Mapping) for one in both):
+        names = [n for n in written | expected if written.get(n) != expected.get(n)]
+        return ", ".join(f"{n} is {written.get(n)!r}, not {expected.get(n)!r}" for n in names)
+    if all(isinstance(one, list) for one in both) and len(written) == len(expected):
+        pairs = zip(written, expected, strict=True)
+        return "; ".join(_difference(one, other) for one, other in pairs if one != other)
+    return f"{written!r}, not {expected!r}"
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, frozenset)):
         return all(_is_plain(entry) for entry in value)
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _listed(value: Any) -> Any:
-    """Tuples as the lists that JSON makes of them."""
-    if isinstance(value, dict):
-        return {name: _listed(entry) for name, entry in value.items()}
-    return [_listed(entry) for entry in value] if isinstance(value, (tuple, list)) else value

@@ -11,13 +11,10 @@ from typing import Any
 import attnlens.attention as attention
 import attnlens.attribution as attribution
 import attnlens.recovery as recovery
-from attnlens.attention.recording import Recording
-from attnlens.attribution.saliency import TokenSaliency
 from attnlens.errors import InputError
-from attnlens.observer import GradientObserver, LayerObserver, Observer
+from attnlens.observer import Observer
 
 _SHORT = {"attribution": "hidden-token-attribution"}
-_UNFIT = (GradientObserver, Recording, TokenSaliency)  # need a backward pass, or have no state
 
 
 def observer_names() -> dict[str, type[Observer]]:
@@ -39,8 +36,8 @@ def named_observer(text: str, label_names: Sequence[str] = ()) -> Observer:
     Args:
         text: a name, or a name and settings, as in `attribution:probes=2,layers=[0,3]`. Settings
             are those of the class; words need no quotes.
-        label_names: of the labels of the corpus, for observers that tell labels apart and were
-            given no `label_names` of their own.
+        label_names: names of the labels of the corpus, for observers that have `label_names`
+            and for which the text sets none.
 
     Returns:
         The observer.
@@ -53,43 +50,39 @@ def named_observer(text: str, label_names: Sequence[str] = ()) -> Observer:
     if name not in kinds:
         raise InputError(f"No observer {name!r}. There are: {', '.join(sorted(kinds))}.")
     kind = kinds[name]
-    chosen = _settings(settings, text)
+    arguments = _settings(settings, text)
     accepted = inspect.signature(kind).parameters
-    unknown = sorted(chosen.keys() - accepted)
+    unknown = sorted(arguments.keys() - accepted)
     if unknown:
         raise InputError(
             f"{kind.__name__} has no setting {unknown[0]!r}. It has: {', '.join(accepted)}."
         )
     if label_names and "label_names" in accepted:
-        chosen.setdefault("label_names", tuple(label_names))
-    return kind(**chosen)
+        arguments.setdefault("label_names", tuple(label_names))
+    return kind(**arguments)
 
 
 def require_fit(observer: Any) -> Observer:
-    """Refuse what a scan cannot feed or write down.
+    """Refuse an observer that a scan cannot use.
 
     Args:
-        observer: what a user gave.
+        observer: what a user passed.
 
     Returns:
-        The same.
+        The observer.
 
     Raises:
-        InputError: saying why.
+        InputError: if it is no observer, needs a backward pass, or cannot be saved and merged.
     """
     if not isinstance(observer, Observer):
         raise InputError(f"Observers are instances, or names. Got {observer!r}.")
     name = type(observer).__name__
-    if isinstance(observer, Recording):
-        raise InputError(
-            "A Recording keeps whole captures, which have no state to resume from. Use it with a "
-            "Lens of your own."
-        )
-    if isinstance(observer, _UNFIT):
+    if observer.needs_backward:
         raise InputError(f"{name} needs a backward pass, and a scan makes none.")
-    if getattr(observer, "keep", None) == "matrices":
+    observer.require_state()
+    if observer.unsaved:
         raise InputError(
-            f"{name} is to keep matrices, which are no part of its state. Use keep='aggregates'."
+            f"{name} is to keep what a scan can neither save nor merge: {observer.unsaved}."
         )
     return observer
 
@@ -98,8 +91,7 @@ def _is_fit(kind: Any) -> bool:
     return (
         isinstance(kind, type)
         and issubclass(kind, Observer)
-        and kind not in (Observer, LayerObserver)
-        and not issubclass(kind, _UNFIT)
+        and not (kind.needs_backward or kind.missing_methods())
     )
 
 

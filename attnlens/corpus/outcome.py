@@ -1,11 +1,10 @@
-"""What a scan leaves: results of its observers as files, and how it came about."""
+"""The outcome of a scan: its observers, and their results in files."""
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,38 +13,28 @@ from attnlens.corpus.named import name_of
 from attnlens.corpus.resuming import Counts, State
 from attnlens.corpus.shards import Shard
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError
-from attnlens.files import versions, write_atomically
+from attnlens.files import versions, write_json
 from attnlens.observer import Observer
 from attnlens.saving import save
 
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """What came of a scan.
+    """The outcome of a scan.
 
     Attributes:
-        observers: with what they saw, which is that of the whole corpus if `shard.complete`.
+        observers: the observers. They have seen the whole corpus if `shard.complete`, else the
+            part of this process.
         counts: how much was read.
-        shard: the part of the corpus that it was.
-        results: what was written of each observer, by the name of its file; empty in a process
-            that writes none.
+        shard: the part of the corpus that this process read.
+        results: result of each observer by the name of its file; empty in a process that writes
+            no files.
     """
 
     observers: tuple[Observer, ...]
     counts: Counts
     shard: Shard = field(default_factory=Shard)
     results: Mapping[str, Any] = field(default_factory=dict)
-
-
-def file_names(observers: Iterable[Observer]) -> list[str]:
-    """Name the result of each observer: `head-statistics`, `head-statistics-2` and so on."""
-    seen: Counter[str] = Counter()
-    names = []
-    for observer in observers:
-        name = name_of(type(observer))
-        seen[name] += 1
-        names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
-    return names
 
 
 def write_results(
@@ -55,33 +44,36 @@ def write_results(
 
     Args:
         folder: exists.
-        state: of the whole corpus.
-        about: what the scan is made of.
+        state: state of the whole corpus.
+        about: model, settings and observers of the scan.
         model: name of the model, for the record.
 
     Returns:
-        The results by name. Those that an observer cannot give, or that have no form as a file,
-        are left out with a warning.
+        The results by name. A warning tells of an observer that has no result, and of a result
+        that cannot be saved.
 
     Raises:
         InputError: if the folder cannot be written to.
     """
-    observers = [sums.observer for sums in state.observers]
-    results = _computed(observers)
+    results = _computed([sums.observer for sums in state.observers])
     document = {"name": model, **about, **state.progress(), "versions": versions()}
     try:
         for name, result in results.items():
             _save(result, folder / f"{name}.safetensors", model, about)
-        text = json.dumps(document, indent=1, ensure_ascii=False)
-        write_atomically(folder / "scan.json", f"{text}\n".encode())
+        write_json(folder / "scan.json", document)
     except OSError as error:
         raise InputError(f"Cannot write to {folder}: {error.strerror or error}.") from error
     return results
 
 
 def _computed(observers: Sequence[Observer]) -> dict[str, Any]:
-    results = {}
-    for name, observer in zip(file_names(observers), observers, strict=True):
+    """Results by name: `head-statistics`, `head-statistics-2` and so on."""
+    results: dict[str, Any] = {}
+    times: Counter[str] = Counter()
+    for observer in observers:
+        name = name_of(type(observer))
+        times[name] += 1
+        name = name if times[name] == 1 else f"{name}-{times[name]}"
         try:
             results[name] = observer.compute()
         except AttnLensError as error:

@@ -1,4 +1,4 @@
-"""Read a corpus record by record: text, JSONL, CSV, Parquet, and data sets on disk."""
+"""Read the examples of text, JSONL, CSV and Parquet files, and of data sets on disk."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
 
-from attnlens.corpus.records import Entry, Fields, Record, Rejected, record_of, record_of_text
+from attnlens.corpus.records import Entry, Fields, Record, Rejected, record_of
 from attnlens.errors import InputError
 
 Format = Literal["text", "jsonl", "csv", "tsv", "parquet", "dataset"]
@@ -24,20 +25,20 @@ _SUFFIXES: dict[str, Format] = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-_LONGEST = 2**20  # characters of a line; no file can make a reader take more
+_LONGEST = 2**20  # most characters of a line that are held in memory
 
 
 class Corpus:
-    """Files of examples, which can be read again and again.
+    """Files of examples, which can be iterated over any number of times.
 
-    A line of a text file, an object of a JSONL file, a row of a table is an example. Nothing but
-    the line at hand is in memory.
+    An example is a line of a text file, an object of a JSONL file, or a row of a table. Only one
+    line is in memory at a time.
 
     Args:
-        files: one file, or several to be read in this order. A folder is a data set that
+        files: one file, or several that are read in this order. A folder is a data set that
             `datasets.Dataset.save_to_disk` wrote.
-        fields: where the parts of an example are in objects and columns.
-        format: of the files; None goes by the suffix of each.
+        fields: names of the fields or columns of an example.
+        format: format of the files; None chooses it by the suffix of each file.
 
     Raises:
         InputError: if a file does not exist, or its format is unknown.
@@ -67,37 +68,37 @@ class Corpus:
                 raise InputError(f"Cannot read {path}: {error.strerror or error}.") from error
 
     def lines(self) -> int:
-        """Count the lines and rows of all files, whatever they hold."""
+        """Count the lines and rows of all files, also those that are no examples."""
         return sum(_COUNTERS.get(kind, _count_lines)(path) for path, kind in self.files)
 
     def label_names(self) -> list[str]:
-        """Read everything once to collect the labels there are, in alphabetical order."""
+        """Read all files and return the labels of words in alphabetical order."""
         labelled = (r.labels for r in self if isinstance(r, Record) and r.labels is not None)
         return sorted({label for labels in labelled for label in labels if isinstance(label, str)})
 
 
 def entries_of(items: Iterable[Any]) -> Iterator[Entry]:
-    """Read examples that are at hand in Python.
+    """Turn Python objects into examples.
 
     Args:
         items: records, texts, pairs of texts, or mappings with `text`, with `text` and `pair`, or
             with `words` and perhaps `labels`.
 
     Yields:
-        Examples, and what is none.
+        Examples and rejected entries.
     """
     for line, item in enumerate(items, 1):
         if isinstance(item, (Record, Rejected)):
             yield item
         elif isinstance(item, str):
-            yield record_of_text(item, "records", line)
+            yield record_of({"text": item}, Fields(), "records", line)
         elif isinstance(item, tuple) and len(item) == 2:
             pair = dict(zip(("text", "pair"), item, strict=True))
             yield record_of(pair, Fields(pair="pair"), "records", line)
         else:
             names = item if isinstance(item, Mapping) else ()
-            chosen = {name: name for name in ("pair", "words", "labels") if name in names}
-            yield record_of(item, Fields(**chosen), "records", line)
+            parts = {name: name for name in ("pair", "words", "labels") if name in names}
+            yield record_of(item, Fields(**parts), "records", line)
 
 
 def _format_of(path: Path, format: Format | None) -> Format:
@@ -107,22 +108,22 @@ def _format_of(path: Path, format: Format | None) -> Format:
         raise InputError(f"format must be one of {', '.join(get_args(Format))}. Got {format!r}.")
     if path.is_dir():
         return "dataset"
-    found = format or _SUFFIXES.get(path.suffix.lower())
-    if found is None:
+    kind = format or _SUFFIXES.get(path.suffix.lower())
+    if kind is None:
         raise InputError(
             f"The format of {path} is unknown: its name ends in none of {', '.join(_SUFFIXES)}. "
             f"Name its format, one of {', '.join(get_args(Format))}."
         )
-    return found
+    return kind
 
 
 def _open(path: Path) -> TextIO:
-    # What is no UTF-8 becomes lone surrogates, which a record may not hold.
+    # Bytes that are not UTF-8 become lone surrogates, which records refuse.
     return open(path, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
 def _lines(file: TextIO) -> Iterator[tuple[int, str | None]]:
-    """Lines by number, without what ends them; None for a line that is too long."""
+    """Yield lines by number, without line ends; None for a line that is too long."""
     number = 0
     while line := file.readline(_LONGEST):
         number += 1
@@ -132,27 +133,20 @@ def _lines(file: TextIO) -> Iterator[tuple[int, str | None]]:
         yield number, line.rstrip("\r\n") if whole else None
 
 
-def _too_long(path: Path, number: int) -> Rejected:
-    return Rejected(str(path), number, f"longer than {_LONGEST:,} characters")
-
-
-def _read_text(path: Path, fields: Fields) -> Iterator[Entry]:
-    """Every line that is not blank."""
+def _read_lines(
+    path: Path, fields: Fields, entry_of: Callable[[str, Fields, str, int], Entry]
+) -> Iterator[Entry]:
+    """Read every line that is not blank."""
     with _open(path) as file:
         for number, line in _lines(file):
             if line is None:
-                yield _too_long(path, number)
+                yield Rejected(str(path), number, f"longer than {_LONGEST:,} characters")
             elif line.strip():
-                yield record_of_text(line, str(path), number)
+                yield entry_of(line, fields, str(path), number)
 
 
-def _read_jsonl(path: Path, fields: Fields) -> Iterator[Entry]:
-    with _open(path) as file:
-        for number, line in _lines(file):
-            if line is None:
-                yield _too_long(path, number)
-            elif line.strip():
-                yield _object_of(line, fields, str(path), number)
+def _text_of(line: str, fields: Fields, source: str, number: int) -> Entry:
+    return record_of({"text": line}, Fields(), source, number)
 
 
 def _object_of(line: str, fields: Fields, source: str, number: int) -> Entry:
@@ -166,9 +160,9 @@ def _object_of(line: str, fields: Fields, source: str, number: int) -> Entry:
 
 
 def _read_table(path: Path, fields: Fields, delimiter: str) -> Iterator[Entry]:
-    """Rows of a table whose first row names the columns."""
+    """Read a table whose first row names the columns."""
     with _open(path) as file:
-        refused = "x" * (csv.field_size_limit() + 1)  # what stands for a line that is too long
+        refused = "x" * (csv.field_size_limit() + 1)  # replaces a line that is too long
         lines = (refused if line is None else f"{line}\n" for _, line in _lines(file))
         rows = csv.reader(lines, delimiter=delimiter, strict=True)
         columns = _columns(rows, path, fields)
@@ -198,19 +192,11 @@ def _columns(rows: Iterator[list[str]], path: Path, fields: Fields) -> list[str]
 
 
 def _require(columns: Sequence[str], path: Path, fields: Fields) -> None:
-    """Refuse a table none of whose rows could be an example."""
+    """Refuse a table that lacks a column."""
     text = fields.text if fields.words is None else fields.words
     for name in (text, fields.pair, fields.labels):
         if name is not None and name not in columns:
             raise InputError(f"{path} has no column {name!r}. It has: {', '.join(columns)}.")
-
-
-def _read_csv(path: Path, fields: Fields) -> Iterator[Entry]:
-    return _read_table(path, fields, ",")
-
-
-def _read_tsv(path: Path, fields: Fields) -> Iterator[Entry]:
-    return _read_table(path, fields, "\t")
 
 
 def _read_parquet(path: Path, fields: Fields) -> Iterator[Entry]:
@@ -235,7 +221,7 @@ def _rows(rows: Any, path: Path, fields: Fields) -> Iterator[Entry]:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[None]:
-    """Say of which file it is that a library cannot read it."""
+    """Name the file in the error of a library that cannot read it."""
     try:
         yield
     except InputError:
@@ -247,14 +233,14 @@ def _whole(path: Path) -> Iterator[None]:
 def _on_disk(path: Path) -> Any:
     datasets = _datasets()
     try:
-        found = datasets.load_from_disk(os.fspath(path))
+        saved = datasets.load_from_disk(os.fspath(path))
     except (FileNotFoundError, ValueError) as error:
         raise InputError(
             f"The folder {path} is no data set that datasets saved to disk: {error}"
         ) from error
-    if isinstance(found, dict):
-        raise InputError(f"{path} holds the splits {', '.join(found)}. Give the folder of one.")
-    return found
+    if isinstance(saved, dict):
+        raise InputError(f"{path} holds the splits {', '.join(saved)}. Give the folder of one.")
+    return saved
 
 
 def _datasets() -> Any:
@@ -285,10 +271,10 @@ def _count_parquet(path: Path) -> int:
 
 
 _READERS: dict[Format, Callable[[Path, Fields], Iterator[Entry]]] = {
-    "text": _read_text,
-    "jsonl": _read_jsonl,
-    "csv": _read_csv,
-    "tsv": _read_tsv,
+    "text": partial(_read_lines, entry_of=_text_of),
+    "jsonl": partial(_read_lines, entry_of=_object_of),
+    "csv": partial(_read_table, delimiter=","),
+    "tsv": partial(_read_table, delimiter="\t"),
     "parquet": _read_parquet,
     "dataset": _read_dataset,
 }

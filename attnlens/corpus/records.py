@@ -1,4 +1,4 @@
-"""One example of a corpus, and what makes an entry of a file one."""
+"""One example of a corpus, and how an entry of a file becomes one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Record:
 
     Attributes:
         text: the text, or its words.
-        pair: a text that is read after it, such as the second sentence of a pair, or None.
+        pair: a second text that the model reads after the first, or None.
         labels: a label for every word, or None.
-        source: the file it came from.
-        line: its line in the file, or its row in a data set, from 1.
+        source: the file.
+        line: line in the file, or row of a data set, from 1.
     """
 
     text: str | tuple[str, ...]
@@ -29,7 +29,7 @@ class Record:
 
     @property
     def content(self) -> str:
-        """Everything that a model and its observers are told, as a line of ASCII."""
+        """All that a model and its observers are given, as a line of ASCII."""
         return ascii((self.text, self.pair, self.labels))
 
 
@@ -40,7 +40,7 @@ class Rejected:
     Attributes:
         source: the file.
         line: line or row, from 1.
-        reason: what is wrong with it.
+        reason: what is wrong.
     """
 
     source: str
@@ -56,13 +56,13 @@ Entry = Record | Rejected
 
 @dataclass(frozen=True)
 class Fields:
-    """Where the parts of an example are in the objects of a file, or in the columns of a table.
+    """Names of the fields of an object, or the columns of a table, that make an example.
 
     Attributes:
-        text: name of the text.
-        pair: name of a second text, or None.
-        words: name of a list of words to take instead of a text, or None.
-        labels: name of a list of labels, one for each word, or None.
+        text: field of the text.
+        pair: field of a second text, or None.
+        words: field of a list of words that replaces the text, or None.
+        labels: field of a list of labels, one for each word, or None.
     """
 
     text: str = "text"
@@ -76,16 +76,16 @@ class _Unfit(ValueError):
 
 
 def record_of(entry: Any, fields: Fields, source: str, line: int) -> Entry:
-    """Turn an object of a file into an example, if it is one.
+    """Turn an object into an example.
 
     Args:
-        entry: what stands there.
-        fields: where its parts are.
+        entry: the object.
+        fields: names of its fields.
         source: the file.
         line: line or row, from 1.
 
     Returns:
-        The example, or why there is none.
+        The example, or a rejected entry with the reason.
     """
     if not isinstance(entry, Mapping):
         return Rejected(source, line, f"not an object but {_kind(entry)}")
@@ -98,20 +98,6 @@ def record_of(entry: Any, fields: Fields, source: str, line: int) -> Entry:
         return Record(text, pair, None, source, line)
     except _Unfit as reason:
         return Rejected(source, line, str(reason))
-
-
-def record_of_text(text: str, source: str, line: int) -> Entry:
-    """Turn a text into an example, if it is one.
-
-    Args:
-        text: the text.
-        source: the file.
-        line: line or row, from 1.
-
-    Returns:
-        The example, or why there is none.
-    """
-    return record_of({"text": text}, Fields(), source, line)
 
 
 def _field(entry: Mapping[str, Any], name: str) -> Any:
@@ -157,7 +143,7 @@ def _labels(entry: Mapping[str, Any], name: str | None, words: int) -> tuple[Lab
 
 
 def _encodable(text: str, name: str) -> str:
-    """Refuse what is no Unicode: bytes that were no UTF-8, and halves of surrogate pairs."""
+    """Refuse text that is not Unicode: undecodable bytes and halves of surrogate pairs."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -168,7 +154,7 @@ def _encodable(text: str, name: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    """What JSON calls a value."""
+    """Name the kind of a value as JSON does."""
     if isinstance(value, str):
         return "text" if value.strip() else "empty text"
     if value is None or isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The state of a scan between two windows, and its file."""
+"""The state of a scan between two chunks, and the file it is saved to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnlens.corpus.shards import Shard
 from attnlens.corpus.sums import ExactSums
 from attnlens.errors import InputError
 from attnlens.files import load_state, save_state
-from attnlens.observer import Observer
+from attnlens.observer import Observer, part_of
 
 ANEW = "Choose another folder, or begin anew with resume=False."
 _NAME = re.compile(r"shard-(\d+)-of-(\d+)\.safetensors")
@@ -23,13 +23,13 @@ _NAME = re.compile(r"shard-(\d+)-of-(\d+)\.safetensors")
 
 @dataclass
 class Counts:
-    """How much was read.
+    """How much of a corpus was read.
 
     Attributes:
-        records: examples that went through the model.
-        tokens: their tokens, special tokens included.
-        truncated: examples that were cut to what the model can read.
-        rejected: entries of the corpus that were none.
+        records: number of examples that the model read.
+        tokens: number of their tokens, including special tokens.
+        truncated: number of examples that were cut to the longest length the model can read.
+        rejected: number of entries of the corpus that are no examples.
     """
 
     records: int = 0
@@ -52,22 +52,22 @@ class State:
     """What a process has seen of its part of a corpus.
 
     Attributes:
-        observers: with their sums.
-        windows: number of windows of the whole corpus that are done or belong to others.
-        digest: of the records in them.
-        finished: whether the corpus ended there.
-        counts: how much was read.
+        observers: the observers with their sums.
+        chunks: number of chunks of the whole corpus up to here, also those of other processes.
+        digest: digest of the records in these chunks.
+        finished: whether the corpus ends with these chunks.
+        counts: how much this process has read.
     """
 
     observers: tuple[ExactSums, ...]
-    windows: int = 0
+    chunks: int = 0
     digest: str = ""
     finished: bool = False
     counts: Counts = field(default_factory=Counts)
 
     @classmethod
     def of(cls, observers: Sequence[Observer]) -> State:
-        """Begin with observers that have seen nothing."""
+        """Reset observers and begin with them."""
         for observer in observers:
             observer.reset()
         return cls(tuple(map(ExactSums, observers)))
@@ -81,22 +81,22 @@ class State:
         }
 
     def progress(self) -> dict[str, Any]:
-        """Return what is no tensor, ready for JSON."""
+        """Return everything but tensors, ready for JSON."""
         return {
-            "corpus": {"windows": self.windows, "digest": self.digest},
+            "corpus": {"chunks": self.chunks, "digest": self.digest},
             "finished": self.finished,
             "counts": asdict(self.counts),
         }
 
     def restore(self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
-        """Take up what :meth:`tensors` and :meth:`progress` returned.
+        """Replace the state by a saved one.
 
         Args:
-            tensors: the former.
-            progress: the latter.
+            tensors: what :meth:`tensors` returned.
+            progress: what :meth:`progress` returned.
         """
         for place, sums in enumerate(self.observers):
-            sums.load_state_dict(_of(tensors, place))
+            sums.load_state_dict(part_of(tensors, f"{place}/"))
         self.counts = Counts()
         self._move(progress)
 
@@ -104,27 +104,21 @@ class State:
         """Add what another process has seen of its part of the corpus.
 
         Args:
-            tensors: of the other.
-            progress: of the other.
+            tensors: what its :meth:`tensors` returned.
+            progress: what its :meth:`progress` returned.
         """
         for place, sums in enumerate(self.observers):
-            sums.add_state(_of(tensors, place))
+            sums.add_state(part_of(tensors, f"{place}/"))
         self._move(progress)
 
     def _move(self, progress: Mapping[str, Any]) -> None:
-        self.windows, self.digest = progress["corpus"]["windows"], progress["corpus"]["digest"]
+        self.chunks, self.digest = progress["corpus"]["chunks"], progress["corpus"]["digest"]
         self.finished = progress["finished"]
         self.counts.add(Counts(**progress["counts"]))
 
 
-def _of(tensors: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:
-    """The tensors of one observer, by the names that it gave them."""
-    prefix = f"{place}/"
-    return {n[len(prefix) :]: t for n, t in tensors.items() if n.startswith(prefix)}
-
-
 def shard_path(folder: Path, shard: Shard) -> Path:
-    """Name the file of a shard."""
+    """Return the path of the file of a shard."""
     return folder / f"shard-{shard.index}-of-{shard.count}.safetensors"
 
 
@@ -135,20 +129,20 @@ def shard_files(folder: Path) -> Iterator[tuple[Path, Shard]]:
         folder: the folder.
 
     Yields:
-        Paths, and which shard each is.
+        The path of each file and its shard.
     """
     for path in sorted(folder.iterdir()):
-        if found := _NAME.fullmatch(path.name):
-            yield path, Shard(int(found[1]), int(found[2]))
+        if name := _NAME.fullmatch(path.name):
+            yield path, Shard(int(name[1]), int(name[2]))
 
 
 def write(path: Path, state: State, about: Mapping[str, Any]) -> None:
-    """Write a checkpoint, whole or not at all.
+    """Write a checkpoint.
 
     Args:
         path: the file.
         state: the state.
-        about: what the scan is made of.
+        about: model, settings and observers of the scan.
 
     Raises:
         InputError: if it cannot be written.
@@ -160,47 +154,28 @@ def write(path: Path, state: State, about: Mapping[str, Any]) -> None:
 
 
 def resume(path: Path, state: State, about: Mapping[str, Any]) -> None:
-    """Take up a checkpoint, if there is one.
+    """Load a checkpoint into a state, if the file exists.
 
     Args:
         path: the file.
-        state: takes it up.
-        about: what the scan is made of, which must be what it was made of.
+        state: replaced by the checkpoint.
+        about: model, settings and observers of the scan, which must be those of the checkpoint.
     """
     if path.exists():
-        tensors, found = load_state(path)
-        require_same(found, about, str(path), ANEW)
-        state.restore(tensors, found)
-
-
-def made(folder: Path) -> Path:
-    """Make a folder, unless there is one.
-
-    Args:
-        folder: the folder.
-
-    Returns:
-        The same.
-
-    Raises:
-        InputError: if it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"Cannot make the folder {folder}: {error.strerror}.") from error
-    return folder
+        tensors, noted = load_state(path)
+        require_same(noted, about, str(path), ANEW)
+        state.restore(tensors, noted)
 
 
 def require_one_layout(folder: Path, shard: Shard) -> None:
-    """Refuse a folder with results of the same corpus cut into another number of parts.
+    """Refuse a folder with shards of a corpus that was cut into another number of shards.
 
     Args:
         folder: the folder.
-        shard: the part of this process.
+        shard: the shard of this process.
 
     Raises:
-        InputError: if there is one.
+        InputError: if the folder holds such a shard.
     """
     for path, other in shard_files(folder):
         if other.count != shard.count:

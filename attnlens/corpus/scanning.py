@@ -1,84 +1,36 @@
-"""`scan`: run a corpus through a model, in pieces that can be interrupted and shared out."""
+"""`scan`: run a corpus through a model, chunk by chunk, in one process or several."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import IO, Any
 
 import torch
 from torch import nn
+from tqdm.auto import tqdm
 
 from attnlens.corpus import resuming as checkpoint
-from attnlens.corpus.chunks import Window, batches, windows
+from attnlens.corpus.chunks import Chunk, batches, chunks
 from attnlens.corpus.identity import model_identity, observer_identity, require_same
 from attnlens.corpus.named import named_observer, require_fit
 from attnlens.corpus.outcome import Scan, write_results
-from attnlens.corpus.progress import Bar, RejectedLog
 from attnlens.corpus.readers import Corpus, entries_of
 from attnlens.corpus.records import Record, Rejected
+from attnlens.corpus.settings import Handling, OnError, Settings
 from attnlens.corpus.shards import Shard, shard_of
 from attnlens.corpus.token_labels import TokenLabels
 from attnlens.errors import InputError
+from attnlens.files import make_folder, remove_unfinished
 from attnlens.lens import Lens
 from attnlens.observer import Observer
 from attnlens.texts.loading import TextModel, TokenisedTexts, text_model
 
-OnError = Literal["skip", "raise"]
 Source = str | os.PathLike[str] | Corpus | Iterable[Any]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How records become batches; two scans with the same see the same batches.
-
-    Attributes:
-        batch_size: most examples in a batch.
-        batch_tokens: most tokens in a batch, padding included.
-        window: consecutive examples that are sorted by length before they are cut into batches.
-        max_length: most tokens of an example, or None for the model's limit.
-    """
-
-    batch_size: int = 32
-    batch_tokens: int = 1024
-    window: int = 256
-    max_length: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "batch_tokens", "window"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} must be a positive integer. Got {value!r}.")
-
-
-@dataclass(frozen=True)
-class Handling:
-    """What a scan does besides, which its results do not depend on.
-
-    Attributes:
-        checkpoint_every: least seconds between two checkpoints.
-        resume: whether to go on from a checkpoint.
-        on_error: `"skip"` what is no record, or `"raise"` at the first.
-        report: told of everything that is skipped, or None.
-    """
-
-    checkpoint_every: float = 30.0
-    resume: bool = True
-    on_error: OnError = "skip"
-    report: Callable[[Rejected], None] | None = None
-
-    def __post_init__(self) -> None:
-        if self.on_error not in get_args(OnError):
-            raise InputError(f'on_error must be "skip" or "raise". Got {self.on_error!r}.')
-        if not self.checkpoint_every >= 0:
-            raise InputError(
-                f"checkpoint_every must be a number of seconds, at least 0. Got "
-                f"{self.checkpoint_every!r}."
-            )
 
 
 def scan(
@@ -90,7 +42,7 @@ def scan(
     out: str | os.PathLike[str] | None = None,
     batch_size: int = Settings.batch_size,
     batch_tokens: int = Settings.batch_tokens,
-    window: int = Settings.window,
+    chunk: int = Settings.chunk,
     max_length: int | None = None,
     checkpoint_every: float = Handling.checkpoint_every,
     resume: bool = True,
@@ -101,48 +53,45 @@ def scan(
     progress: bool = False,
     name: str = "",
 ) -> Scan:
-    """Run a corpus of any size through a model, and let observers look.
+    """Run a corpus of any size through a model while observers look on.
 
-    Under `torchrun` or `accelerate launch` the processes share the corpus, and every one of them
-    has the whole result at the end. However a corpus is shared out, and wherever a scan is
-    interrupted and resumed, the same batches are seen with the same probes, and sums do not
-    depend on their order, so the results are the same.
+    Under `torchrun` or `accelerate launch` the processes share the corpus, and each of them has
+    the result of the whole corpus at the end. The result does not depend on how the corpus was
+    shared or where the scan was interrupted: the batches and probes are the same, and the sums do
+    not depend on the order of their terms.
 
     Args:
         model: a `PreTrainedModel` that reads text, in evaluation mode.
-        tokenizer: its own.
+        tokenizer: tokenizer of the model.
         corpus: a file, a :class:`~attnlens.corpus.Corpus` of files, or records, texts, pairs of
-            texts or mappings. All processes must be given the same.
-        observers: what to compute, as instances or by name, as in `"attribution:probes=2"`. What
-            they have seen before is forgotten. Observers with `label_names` and no `labels` are
-            given the labels of words that records carry; special tokens have their own names, such
-            as `[CLS]`, for labels.
-        out: folder for checkpoints, results and the list of what was rejected; None writes
-            nothing.
+            texts or mappings. All processes must be given the same corpus.
+        observers: observers, or their names with settings, as in `"attribution:probes=2"`. They
+            are reset first. Observers with `label_names` and no `labels` are given the labels of
+            the words in the records; the label of a special token is its name, such as `[CLS]`.
+        out: folder for checkpoints, results and the list of rejected entries; None writes nothing.
         batch_size: most examples in a batch.
         batch_tokens: most tokens in a batch, padding included.
-        window: number of consecutive examples that are sorted by length before they are cut into
-            batches. Windows are what processes share out and what is resumed from.
-        max_length: most tokens of an example; by default what the model can read.
-        checkpoint_every: least seconds between two checkpoints.
-        resume: go on from the checkpoint in `out`, if there is one.
-        on_error: `"skip"` what is no record, or `"raise"` at the first.
-        report: told of everything that is skipped.
-        label_names: of the labels of words, for observers that are given by name.
-        shard: index and count, such as `(0, 4)`, to look at a part of the corpus only, which
-            :func:`~attnlens.corpus.merge_shards` then takes together with the others.
-        progress: show a bar with rate and time left; needs tqdm.
-        name: of the model, for the record.
+        chunk: number of consecutive examples that are sorted by length together before they are
+            cut into batches. A chunk goes to one process, and a scan resumes after a chunk.
+        max_length: most tokens of an example; by default the longest that the model can read.
+        checkpoint_every: least time between two checkpoints, in seconds.
+        resume: continue from the checkpoint in `out`, if there is one.
+        on_error: `"skip"` entries that are no examples, or `"raise"` at the first.
+        report: called with every entry that is skipped.
+        label_names: names of the labels of words, for observers given by name.
+        shard: index and count, such as `(0, 4)`, to read only that part of the corpus.
+            :func:`~attnlens.corpus.merge_shards` merges all parts.
+        progress: show a bar with rate and time left.
+        name: name of the model, for the record.
 
     Returns:
         The observers and how much was read.
 
     Raises:
         InputError: if an argument is of the wrong kind or value, `out` holds a checkpoint of
-            something else, or a record is bad and `on_error="raise"`.
+            another scan, or an entry is no example and `on_error="raise"`.
     """
-    settings = Settings(batch_size, batch_tokens, window, max_length)
-    handling = Handling(checkpoint_every, resume, on_error, report)
+    settings = Settings(batch_size, batch_tokens, chunk, max_length)
     reads = text_model(model, tokenizer, name)
     reads.require_padding(batch_size)
     if model.training:
@@ -153,27 +102,28 @@ def scan(
         named_observer(observer, label_names) if isinstance(observer, str) else observer
         for observer in observers
     )
-    # Whence `attnlens merge` makes the same observers again.
+    # `attnlens merge` makes the same observers from these names.
     named = [observer if isinstance(observer, str) else "" for observer in observers]
     notes = {"name": reads.name, "named": named}
     folder = None if out is None else Path(out)
     with shard_of(shard) as part:
+        shown = progress and part.index == 0
+        handling = Handling(checkpoint_every, resume, on_error, report, shown)
         scanner = Scanner(reads, looking, settings, part, folder, notes)
-        with Bar(_lines_of(corpus) if progress else None, progress and part.index == 0) as bar:
-            scanner.read(corpus, handling, bar)
+        scanner.read(corpus, handling)
         return scanner.finish()
 
 
 class Scanner:
-    """One process on its part of a corpus.
+    """Scan the part of a corpus that belongs to one process.
 
     Args:
-        model: reads it.
-        observers: look on.
+        model: the model.
+        observers: the observers.
         settings: how records become batches.
-        shard: the part.
-        folder: where checkpoints and results go, or None.
-        notes: for the record.
+        shard: the part of the corpus.
+        folder: folder for checkpoints and results, or None.
+        notes: further entries of the checkpoint.
     """
 
     def __init__(
@@ -201,55 +151,58 @@ class Scanner:
         }
         self._lens = Lens(model.model, *self.observers)
 
-    def read(self, corpus: Corpus | Iterable[Any], handling: Handling, bar: Bar) -> None:
-        """Read the corpus from the beginning, and look at what was not seen before.
+    def read(self, corpus: Corpus | Iterable[Any], handling: Handling) -> None:
+        """Read the corpus from its beginning, and run the model on every chunk that is not done.
 
         Args:
             corpus: the corpus.
-            handling: what to do besides.
-            bar: shows how far it is.
+            handling: errors, checkpoints and progress.
 
         Raises:
             InputError: if it is not the corpus of the checkpoint.
         """
         path = self._prepared(handling)
-        known = self.state.windows
+        done = self.state.chunks
         entries = iter(corpus) if isinstance(corpus, Corpus) else entries_of(corpus)
         self.state.counts.rejected = 0  # counted again, from the beginning
         written, last, line = time.monotonic(), 0, 0
-        log_path = None if path is None else path.with_suffix(".rejected.txt")
-        with RejectedLog(log_path, handling.report) as log, ExitStack() as stack:
+        bar: Any = None
+        with ExitStack() as stack:
+            log = stack.enter_context(_rejected_log(path))
 
             def reject(index: int, entry: Rejected) -> None:
                 if handling.on_error == "raise":
                     raise InputError(str(entry))
                 if self.shard.owns(index):
                     self.state.counts.rejected += 1
-                    log.write(entry, known=index < known)
+                    log(entry)
+                    if handling.report is not None and index >= done:  # not told of before
+                        handling.report(entry)
 
-            for window in windows(entries, self.settings.window, reject):
-                last = window.index + 1
-                if last == known and window.digest != self.state.digest:
+            for chunk in chunks(entries, self.settings.chunk, reject):
+                last = chunk.index + 1
+                if last == done and chunk.digest != self.state.digest:
                     raise self._other_corpus("differs in what was seen of it")
-                if last > known:
-                    bar.begin(line)
-                    self._advance(window, stack)
-                    bar.move(window.line)
+                if last > done:
+                    if bar is None:
+                        bar = stack.enter_context(_bar(corpus, line, handling.progress))
+                    self._advance(chunk, stack)
+                    bar.update(chunk.line - bar.n)
                     if path is not None and time.monotonic() - written >= handling.checkpoint_every:
                         self._write(path)
                         written = time.monotonic()
-                line = window.line
-        if last < known:
+                line = chunk.line
+        if last < done:
             raise self._other_corpus("ends before what was seen of it")
         self.state.finished = True
         if path is not None:
             self._write(path)
 
     def finish(self) -> Scan:
-        """Take all parts together, and write the results where that is this process's task.
+        """Merge the parts of all processes; one process writes the results.
 
         Returns:
-            What came of the scan.
+            The outcome.
         """
         if self.shard.group is not None:
             self._gather()
@@ -260,41 +213,40 @@ class Scanner:
         return Scan(self.observers, self.state.counts, self.shard, results)
 
     def _prepared(self, handling: Handling) -> Path | None:
-        """The file of this process, after what it holds was taken up."""
+        """Load the checkpoint of this process, if it exists, and return its path."""
         if self.folder is None:
             return None
-        checkpoint.require_one_layout(checkpoint.made(self.folder), self.shard)
+        checkpoint.require_one_layout(make_folder(self.folder), self.shard)
         path = checkpoint.shard_path(self.folder, self.shard)
-        for unfinished in self.folder.glob(f".{path.name}.*.part"):
-            unfinished.unlink()  # a process was killed while it wrote
+        remove_unfinished(path)
         if handling.resume:
             checkpoint.resume(path, self.state, self.about)
         return path
 
-    def _advance(self, window: Window, stack: ExitStack) -> None:
-        """Look at a window, unless it is that of another process."""
-        if self.shard.owns(window.index):
-            if not self._lens.active:  # a process may have nothing to look at
+    def _advance(self, chunk: Chunk, stack: ExitStack) -> None:
+        """Run the model on a chunk, unless it belongs to another process."""
+        if self.shard.owns(chunk.index):
+            if not self._lens.active:  # entered late: a process may own no chunk
                 stack.enter_context(self._lens)
             with ExitStack() as sums:
                 for observer in self.state.observers:
-                    sums.enter_context(observer.window())
-                self._look(window)
-        self.state.windows, self.state.digest = window.index + 1, window.digest
+                    sums.enter_context(observer.chunk())
+                self._look(chunk)
+        self.state.chunks, self.state.digest = chunk.index + 1, chunk.digest
 
-    def _look(self, window: Window) -> None:
-        """Run the model on a window."""
-        texts = self._tokenised(window.records)
+    def _look(self, chunk: Chunk) -> None:
+        """Run the model on a chunk, batch by batch."""
+        texts = self._tokenised(chunk.records)
         settings = self.settings
         parts = batches(texts.lengths, settings.batch_size, settings.batch_tokens)
-        for place, chosen in enumerate(parts):
+        for place, members in enumerate(parts):
             for observer in self.observers:
-                observer.seek(window.index * settings.window + place)
-            batch = self.model.padded(texts, chosen)
+                observer.seek(chunk.index * settings.chunk + place)
+            batch = self.model.padded(texts, members)
             inputs = {name: tensor.to(self.model.model.device) for name, tensor in batch.items()}
-            with self.labels.given(texts, chosen, window.records), torch.no_grad():
+            with self.labels.given(texts, members, chunk.records), torch.no_grad():
                 self.model.model(**inputs)
-        counts = checkpoint.Counts(len(window.records), sum(texts.lengths), texts.truncated)
+        counts = checkpoint.Counts(len(chunk.records), sum(texts.lengths), texts.truncated)
         self.state.counts.add(counts)
 
     def _tokenised(self, records: Sequence[Record]) -> TokenisedTexts:
@@ -308,7 +260,7 @@ class Scanner:
         return self.model.tokenise(texts, self.settings.max_length, pairs or None)
 
     def _gather(self) -> None:
-        """Replace the state by that of all processes together."""
+        """Replace the state by the sum over all processes."""
         own = self.state.tensors(), self.state.progress()
         for place, (tensors, progress) in enumerate(self.shard.gathered(own)):
             if place == 0:
@@ -327,7 +279,30 @@ class Scanner:
         )
 
 
-def _lines_of(corpus: Corpus | Iterable[Any]) -> int | None:
-    if isinstance(corpus, Corpus):
-        return corpus.lines()
-    return len(corpus) if isinstance(corpus, Sized) else None
+@contextmanager
+def _rejected_log(path: Path | None) -> Iterator[Callable[[Rejected], None]]:
+    """Write rejected entries to a file beside the checkpoint, opened for the first of them."""
+    file: IO[str] | None = None
+    path = None if path is None else path.with_suffix(".rejected.txt")
+    if path is not None:
+        path.unlink(missing_ok=True)
+
+    def write(entry: Rejected) -> None:
+        nonlocal file
+        if path is not None:
+            file = file or open(path, "w", encoding="utf-8")
+            file.write(f"{entry}\n")
+
+    try:
+        yield write
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _bar(corpus: Corpus | Iterable[Any], line: int, shown: bool) -> Any:
+    """Return a bar over the lines of a corpus that begins at a line, or one that is not shown."""
+    total = len(corpus) if isinstance(corpus, Sized) else None
+    if shown and isinstance(corpus, Corpus):
+        total = corpus.lines()
+    return tqdm(total=total, initial=line, unit="line", smoothing=0.05, disable=not shown)

@@ -1,4 +1,4 @@
-"""Which part of a corpus this process reads, and how parts come together."""
+"""The part of a corpus that a process reads, and the exchange between processes."""
 
 from __future__ import annotations
 
@@ -19,40 +19,41 @@ _PATIENCE = timedelta(days=30)
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a corpus: every n-th window, from the i-th.
+    """A part of a corpus: every n-th chunk, from the i-th.
 
     Attributes:
         index: i, from 0.
         count: n.
-        group: processes that hold the other parts, or None where they are run for themselves.
+        group: process group of the processes with the other parts, or None where the parts are
+            scanned by separate jobs.
     """
 
     index: int = 0
     count: int = 1
     group: Any = None
 
-    def owns(self, window: int) -> bool:
-        """Tell whether a window belongs to it."""
-        return window % self.count == self.index
+    def owns(self, chunk: int) -> bool:
+        """Tell whether a chunk belongs to this part, by its number."""
+        return chunk % self.count == self.index
 
     @property
     def complete(self) -> bool:
-        """Whether results of the whole corpus are known here at the end."""
+        """Whether this process has the result of the whole corpus at the end."""
         return self.count == 1 or self.group is not None
 
     @property
     def writes(self) -> bool:
-        """Whether this process is the one that writes results of the whole corpus."""
+        """Whether this process writes the result of the whole corpus."""
         return self.complete and self.index == 0
 
     def gathered(self, part: Any) -> Iterator[Any]:
-        """Exchange something with all processes, one after the other to spare memory.
+        """Send an object to all processes and receive theirs, one at a time to save memory.
 
         Args:
-            part: of this process.
+            part: the object of this process.
 
         Yields:
-            That of each process, in the order of their shards.
+            The object of each process, in the order of their shards.
         """
         for source in range(self.count if self.group is not None else 0):
             box = [part if source == self.index else None]
@@ -61,20 +62,20 @@ class Shard:
 
 
 @contextmanager
-def shard_of(chosen: Sequence[int] | None) -> Iterator[Shard]:
-    """Find the part of this process: as chosen, or its rank among the processes of a launcher.
+def shard_of(numbers: Sequence[int] | None) -> Iterator[Shard]:
+    """Find the shard of this process: the one asked for, or that of its rank.
 
     Args:
-        chosen: index and count, or None.
+        numbers: index and count, or None to use the ranks that a launcher gave.
 
     Yields:
-        The shard. A process group that was set up for it ends with the block.
+        The shard. A process group that was made for it ends with the block.
 
     Raises:
-        InputError: if a choice is out of range, or comes on top of several processes.
+        InputError: if the numbers are out of range, or a launcher started several processes.
     """
-    if chosen is not None:
-        yield _chosen(chosen)
+    if numbers is not None:
+        yield _asked_for(numbers)
         return
     if not distributed.is_available() or not _several():
         yield Shard()
@@ -90,21 +91,21 @@ def shard_of(chosen: Sequence[int] | None) -> Iterator[Shard]:
 
 
 def _several() -> bool:
-    """Whether this is one of several processes, that torchrun started, say."""
+    """Whether a launcher such as torchrun started several processes."""
     if distributed.is_initialized():
         return distributed.get_world_size() > 1
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
-def _chosen(chosen: Sequence[int]) -> Shard:
-    if len(chosen) != 2 or not 0 <= chosen[0] < chosen[1]:
+def _asked_for(numbers: Sequence[int]) -> Shard:
+    if len(numbers) != 2 or not 0 <= numbers[0] < numbers[1]:
         raise InputError(
             f"shard must be an index from 0 and a count above it, such as (0, 4). Got "
-            f"{tuple(chosen)}."
+            f"{tuple(numbers)}."
         )
     if _several():
         raise InputError(
             "This is one of several processes, which share a corpus by themselves. Leave shard "
             "out, or start it alone."
         )
-    return Shard(*chosen)
+    return Shard(*numbers)

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 
 import torch
 from torch import Tensor
 
-from attnlens.observer import Observer, SumObserver, Sums, is_summed
+from attnlens.observer import (
+    Observer,
+    State,
+    SumObserver,
+    Sums,
+    is_summed,
+    named_sums,
+    part_of,
+    sums_by_layer,
+)
 from attnlens.results import LayerKey
 
 _STATE, _LOW = "state/", "low/"
 
 
 class ExactSums:
-    """An observer whose sums over windows are kept in twice the precision.
+    """An observer whose sums over chunks are kept in twice the precision of float64.
 
-    Windows are then added in any order, by one process or by many, with the same result: what
-    float64 rounds off is kept beside each sum and given back when it amounts to something. This
-    is exact for terms whose sizes lie within a factor of 2⁴⁰ of each other, and zeros.
+    The result is the same in whatever order chunks are added, by one process or by many: what
+    float64 rounds off is kept beside each sum, and returned to the sum once it is large enough.
+    This is exact for zeros and for terms whose sizes lie within a factor of 2⁴⁰ of each other.
 
     Args:
-        observer: holds the sums, rounded, between two windows.
+        observer: the observer; between two chunks it holds the rounded sums.
     """
 
     def __init__(self, observer: Observer) -> None:
@@ -31,8 +39,8 @@ class ExactSums:
         self._low: dict[LayerKey, Sums] = {}
 
     @contextmanager
-    def window(self) -> Iterator[None]:
-        """Let the observer see a window; if that fails, its sums are as they were."""
+    def chunk(self) -> Iterator[None]:
+        """Let the observer see a chunk; after an exception its sums are as they were before."""
         if not isinstance(self.observer, SumObserver):
             yield
             return
@@ -42,16 +50,14 @@ class ExactSums:
         except BaseException:
             self.observer.sums = total
             raise
-        seen, self.observer.sums = self.observer.sums, total
-        for key, sums in seen.items():
-            self._add(key, sums)
+        of_chunk, self.observer.sums = self.observer.sums, total
+        for key, sums in of_chunk.items():
+            self._add(self.observer, key, sums)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of the observer and what was rounded off, as named tensors."""
-        state = {f"{_STATE}{name}": t for name, t in self.observer.state_dict().items()}
-        for (stack, layer), sums in self._low.items():
-            state |= {f"{_LOW}{stack}/{layer}/{name}": t.cpu() for name, t in sums.items()}
-        return state
+    def state_dict(self) -> State:
+        """Return the state of the observer and what was rounded off as named tensors."""
+        parts = {_STATE: self.observer.state_dict(), _LOW: named_sums(self._low)}
+        return {f"{part}{name}": t for part, own in parts.items() for name, t in own.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore a state.
@@ -59,8 +65,8 @@ class ExactSums:
         Args:
             state: what :meth:`state_dict` returned.
         """
-        self.observer.load_state_dict(_of(state, _STATE))
-        self._low = _by_layer(_of(state, _LOW))
+        self.observer.load_state_dict(part_of(state, _STATE))
+        self._low = sums_by_layer(part_of(state, _LOW))
 
     def add_state(self, state: Mapping[str, Tensor]) -> None:
         """Add what another has seen.
@@ -68,32 +74,27 @@ class ExactSums:
         Args:
             state: what its :meth:`state_dict` returned.
         """
-        added = _of(state, _STATE)
-        if not isinstance(self.observer, SumObserver):
-            other = copy(self.observer)
-            other.load_state_dict(added)
-            self.observer.merge(other)
+        added, observer = part_of(state, _STATE), self.observer
+        if not isinstance(observer, SumObserver):
+            observer.add_state(added)
             return
-        before = {key: dict(sums) for key, sums in self.observer.sums.items()}
-        self.observer.add_state(added)
+        before = {key: dict(sums) for key, sums in observer.sums.items()}
+        observer.add_state(added)
         for (stack, layer), sums in before.items():
-            names = {name: f"{stack}/{layer}/{name}" for name in sums}
-            terms = {name: added[full] for name, full in names.items() if full in added}
-            self._keep_rounding((stack, layer), sums, terms)
-        for key, sums in _by_layer(_of(state, _LOW)).items():
-            self._add(key, sums)
+            terms = part_of(added, f"{stack}/{layer}/")
+            self._keep_rounding((stack, layer), sums, terms, observer.sums[stack, layer])
+        for key, sums in sums_by_layer(part_of(state, _LOW)).items():
+            self._add(observer, key, sums)
 
-    def _add(self, key: LayerKey, sums: Sums) -> None:
-        assert isinstance(self.observer, SumObserver)
-        before = dict(self.observer.sums.get(key, {}))
-        self.observer.add(key, sums)
+    def _add(self, observer: SumObserver, key: LayerKey, sums: Sums) -> None:
+        before = dict(observer.sums.get(key, {}))
+        observer.add(key, sums)
         if before:
-            self._keep_rounding(key, before, sums)
+            self._keep_rounding(key, before, sums, observer.sums[key])
 
-    def _keep_rounding(self, key: LayerKey, before: Sums, added: Sums) -> None:
+    def _keep_rounding(self, key: LayerKey, before: Sums, added: Sums, total: Sums) -> None:
         """Move what an addition rounded off into the low parts, and the largest share back."""
-        assert isinstance(self.observer, SumObserver)
-        total, low = self.observer.sums[key], self._low.setdefault(key, {})
+        low = self._low.setdefault(key, {})
         for name, term in added.items():
             if not is_summed(name) or not term.is_floating_point():
                 continue
@@ -105,20 +106,8 @@ class ExactSums:
 
 
 def _rounding(first: Tensor, second: Tensor, total: Tensor) -> Tensor:
-    """What `first + second` lost, exactly; zero where it is not finite."""
+    """Return exactly what `first + second` rounded off; zero where the sum is not finite."""
     # Knuth, The Art of Computer Programming, volume 2, section 4.2.2, theorem B.
     part = total - first
     lost = (first - (total - part)) + (second - part)
     return torch.where(lost.isfinite(), lost, 0.0)
-
-
-def _of(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: t for name, t in state.items() if name.startswith(prefix)}
-
-
-def _by_layer(state: Mapping[str, Tensor]) -> dict[LayerKey, Sums]:
-    layers: dict[LayerKey, Sums] = {}
-    for name, tensor in state.items():
-        stack, layer, quantity = name.rsplit("/", 2)
-        layers.setdefault((stack, int(layer)), {})[quantity] = tensor
-    return layers

@@ -1,4 +1,4 @@
-"""Labels of words become labels of tokens, for the observers that tell labels apart."""
+"""Turn labels of words into labels of tokens, for observers with names of labels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from attnlens.corpus.records import Label, Record
 from attnlens.observer import Observer
@@ -17,20 +18,20 @@ _NONE = -1  # observers leave tokens with such a label out
 
 
 class TokenLabels:
-    """Hands every observer with names of labels, and no labels yet, those of each batch.
+    """Give the labels of each batch to every observer that has names of labels, but no labels.
 
-    A token has the label of its word, and a special token its own name, such as `[CLS]`. Labels
-    that an observer does not name are left out of what it tells by label.
+    A token has the label of its word. The label of a special token is its name, such as `[CLS]`.
+    Tokens with a label that an observer does not name are left out of its results by label.
 
     Args:
-        observers: any.
-        tokenizer: of the model.
+        observers: observers of any kind.
+        tokenizer: tokenizer of the model.
     """
 
     def __init__(self, observers: Sequence[Observer], tokenizer: Any) -> None:
         names = tokenizer.all_special_tokens
         self._special = dict(zip(tokenizer.all_special_ids, names, strict=True))
-        self._pads_left = tokenizer.padding_side == "left"
+        self._padding_side = tokenizer.padding_side
         self._takers: list[tuple[Any, Mapping[Label, int]]] = [
             (observer, {name: place for place, name in enumerate(_names(observer))})
             for observer in observers
@@ -39,20 +40,20 @@ class TokenLabels:
 
     @contextmanager
     def given(
-        self, texts: TokenisedTexts, chosen: Sequence[int], records: Sequence[Record]
+        self, texts: TokenisedTexts, members: Sequence[int], records: Sequence[Record]
     ) -> Iterator[None]:
-        """Let observers know the labels of a batch.
+        """Set the labels of observers while the model reads a batch.
 
         Args:
-            texts: a window, as token ids.
-            chosen: indices of those in the batch.
-            records: the window.
+            texts: tokens of a chunk.
+            members: indices of the texts in the batch.
+            records: records of the chunk.
 
         Yields:
             Nothing; afterwards the observers have no labels, as before.
         """
         for observer, places in self._takers:
-            observer.labels = self._labels(texts, chosen, records, places)
+            observer.labels = self._labels(texts, members, records, places)
         try:
             yield
         finally:
@@ -62,23 +63,19 @@ class TokenLabels:
     def _labels(
         self,
         texts: TokenisedTexts,
-        chosen: Sequence[int],
+        members: Sequence[int],
         records: Sequence[Record],
         places: Mapping[Label, int],
     ) -> Tensor:
         """Labels of the tokens of a batch, `[B, K]`."""
-        width = max(len(texts.columns["input_ids"][index]) for index in chosen)
-        labels = torch.full((len(chosen), width), _NONE)
-        for row, index in zip(labels, chosen, strict=True):
+        rows = []
+        for index in members:
             ids = texts.columns["input_ids"][index]
             words = [None] * len(ids) if texts.words is None else texts.words[index]
-            known = [
-                self._label(token, word, records[index], places)
-                for token, word in zip(ids, words, strict=True)
-            ]
-            start = width - len(ids) if self._pads_left else 0
-            row[start : start + len(ids)] = torch.tensor(known)
-        return labels
+            pairs = zip(ids, words, strict=True)
+            labels = [self._label(token, word, records[index], places) for token, word in pairs]
+            rows.append(torch.tensor(labels))
+        return pad_sequence(rows, True, _NONE, padding_side=self._padding_side)
 
     def _label(
         self, token: int, word: int | None, record: Record, places: Mapping[Label, int]
@@ -92,7 +89,7 @@ class TokenLabels:
 
 
 def _names(observer: Observer) -> tuple[str, ...]:
-    """Names of the labels that an observer is to be given; none if it has labels or needs none."""
+    """Return the names of labels of an observer; none if it has labels or needs none."""
     names = tuple(getattr(observer, "label_names", ()))
     if getattr(observer, "labels", 0) is not None or names == ("all",):
         return ()

@@ -7,6 +7,7 @@ modulo a constant per row; the second family is a part of the first.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from attnlens.algebra.rowwise import RowFactor
 from attnlens.algebra.values import repeated
 from attnlens.errors import InputError
 from attnlens.kernels.ranks import rank_threshold
+from attnlens.results import Result
 from attnlens.saving import storable
 
 
@@ -118,8 +120,8 @@ def softmax_threshold(query_width: int, value_width: int) -> int | None:
 
 
 @storable()
-@dataclass(frozen=True)
-class Identifiability:
+@dataclass(frozen=True, repr=False)
+class Identifiability(Result):
     """Ranks and dimensions that decide whether attention can be read off a head's output.
 
     `tokens`, `rank`, `nullity`, `simplex_nullity`, `condition` and `rtol` are `[B, H]` when all
@@ -151,6 +153,8 @@ class Identifiability:
     query_width: int | None
     value_width: int
     rtol: Tensor
+
+    axes: ClassVar = {"example": "", "head": ""}
 
     @property
     def identifiable_simplex(self) -> Tensor:

@@ -5,6 +5,7 @@ same width produces, softmax(Q'K'ᵀ·s), found by walking along the fibre {(Q, 
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from attnlens.identifiability.dimensions import check_heads, identifiability_of
 from attnlens.identifiability.fibre import TINY, Heads, polish, relative_change, walk
 from attnlens.kernels.ranks import rank_threshold
 from attnlens.kernels.torch_gram import selected_rows
+from attnlens.results import Result
 from attnlens.saving import storable
 
 _ROUNDS = 10  # affine-scaling steps, after which a row is near a far vertex
@@ -26,8 +28,8 @@ _LEAST_MOVE = 0.01  # of the distance asked for, below which a head has not move
 
 
 @storable()
-@dataclass(frozen=True)
-class SimplexWitness:
+@dataclass(frozen=True, repr=False)
+class SimplexWitness(Result):
     """Another row-stochastic matrix with the same output.
 
     Attributes:
@@ -42,10 +44,12 @@ class SimplexWitness:
     total_variation: Tensor
     exists: Tensor
 
+    axes: ClassVar = {"example": "", "head": ""}
+
 
 @storable()
-@dataclass(frozen=True)
-class SoftmaxWitness:
+@dataclass(frozen=True, repr=False)
+class SoftmaxWitness(Result):
     """Other queries and keys of the same width whose attention gives the same output.
 
     Attributes:
@@ -99,10 +103,12 @@ class SoftmaxWitness:
             f"by {residual:.1e}.{sharp}"
         )
 
+    axes: ClassVar = {"example": "", "head": ""}
+
 
 @storable()
-@dataclass(frozen=True)
-class RealisabilityRank:
+@dataclass(frozen=True, repr=False)
+class RealisabilityRank(Result):
     """Ranks of row-centred logarithms, to compare with the width of a head.
 
     Attributes:
@@ -114,6 +120,8 @@ class RealisabilityRank:
     rank: Tensor
     attention_rank: Tensor
     query_width: int
+
+    axes: ClassVar = {"example": "", "head": ""}
 
 
 @torch.no_grad()

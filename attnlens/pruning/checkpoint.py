@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
-from uuid import uuid4
 
 import torch
 import transformers
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from attnlens.errors import InputError
+from attnlens.files import write_tensors
 from attnlens.pruning.surgery import RECORD, rebuild, records
 
 _WEIGHTS = "model.safetensors"
@@ -42,12 +42,7 @@ def write_checkpoint(model: nn.Module, folder: Path) -> None:
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    partial = folder / f".{_WEIGHTS}.{uuid4().hex}"
-    try:
-        tensor_files.save_file(_distinct(model.state_dict()), partial, {"format": "pt"})
-        partial.replace(folder / _WEIGHTS)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_tensors(folder / _WEIGHTS, _distinct(model.state_dict()), {"format": "pt"})
 
 
 def read_checkpoint(

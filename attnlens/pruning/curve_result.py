@@ -10,7 +10,7 @@ from typing import Any
 
 from attnlens.errors import InputError
 from attnlens.pruning.plan import HeadPlan
-from attnlens.results import Text
+from attnlens.results import Result, Text
 from attnlens.saving import storable
 
 
@@ -53,8 +53,8 @@ class CurvePoint:
 
 
 @storable()
-@dataclass(frozen=True)
-class PruningCurve:
+@dataclass(frozen=True, repr=False)
+class PruningCurve(Result):
     """Evaluations at growing fractions of masked heads, for one or several scores.
 
     Attributes:
@@ -195,9 +195,18 @@ class PruningCurve:
         axes.legend()
         return axes
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, ready for JSON."""
-        return {"heads": self.heads, "points": [point.to_dict() for point in self.points]}
+    def to_pandas(self) -> Any:
+        """Return a table with a row for each evaluation; needs pandas.
+
+        Returns:
+            The `pandas.DataFrame`, indexed by score, run, seed and fraction, with the number of
+            masked heads and the value.
+        """
+        import pandas
+
+        rows = [{**vars(point), "heads": len(point.plan)} for point in self.points]
+        table = pandas.DataFrame(rows).set_index(["score", "run", "seed", "fraction"])
+        return table[["heads", "value"]]
 
 
 def _area(curve: list[CurvePoint]) -> float:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from attnlens.errors import InputError
+from attnlens.files import read_json, write_json
 from attnlens.pruning.curve_result import CurvePoint
-from attnlens.pruning.plan import HeadPlan, write_json
+from attnlens.pruning.plan import HeadPlan
 
 
 class CurveState:
@@ -78,11 +79,11 @@ class CurveState:
             write_json(self._path, {"settings": self._settings, "points": points})
 
     def _read(self, path: Path) -> list[CurvePoint]:
+        document = read_json(path, "the state of a pruning curve")
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
             points = [CurvePoint.from_dict(point) for point in document["points"]]
             settings = document["settings"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} is no state of a pruning curve: {error!r}.") from error
         for name, value in json.loads(json.dumps(self._settings)).items():
             if settings.get(name) != value:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnlens.errors import InputError, UnsupportedAttentionError
-from attnlens.files import write_atomically
+from attnlens.files import read_json
 from attnlens.pruning.heads import LayerHeads
 from attnlens.saving import storable
 
@@ -92,11 +90,7 @@ class HeadPlan:
         Raises:
             InputError: if the file holds no head plan.
         """
-        try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"Cannot read a head plan from {path}: {error}.") from error
-        return cls.from_dict(document)
+        return cls.from_dict(read_json(path, "a head plan"))
 
 
 # layer → heads; a boolean [L, H]; or a plan
@@ -184,16 +178,6 @@ def require_same_in_shared_layers(plan: HeadPlan, layers: Sequence[LayerHeads]) 
                 f"the same heads must go in both. Got {list(plan.of(other))} and "
                 f"{list(plan.of(layer))}. mask_heads treats shared layers separately."
             )
-
-
-def write_json(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
-    """Write a JSON file whole or not at all.
-
-    Args:
-        path: the file; its folder must exist.
-        document: plain values.
-    """
-    write_atomically(path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
 
 
 def _of_tensor(heads: Tensor, layers: Sequence[LayerHeads]) -> dict[LayerKey, list[int]]:

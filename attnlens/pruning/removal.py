@@ -24,6 +24,7 @@ from attnlens.pruning.heads import LayerHeads, Probe, find_heads
 from attnlens.pruning.mask import masking
 from attnlens.pruning.plan import HeadPlan, Heads, require_same_in_shared_layers, resolve
 from attnlens.pruning.surgery import Cut, note_in_config
+from attnlens.results import Result
 from attnlens.saving import storable
 
 # Largest difference of an output from masking, relative to the largest output, that is rounding.
@@ -52,8 +53,8 @@ class Cost:
 
 
 @storable()
-@dataclass(frozen=True)
-class PruningReport:
+@dataclass(frozen=True, repr=False)
+class PruningReport(Result):
     """What pruning changed.
 
     Attributes:
@@ -86,6 +87,16 @@ class PruningReport:
             f"difference   {self.difference:.1e} from the masked model",
         )
         return "\n".join(lines)
+
+    def to_pandas(self) -> Any:
+        """Return a table of the costs before and after; needs pandas.
+
+        Returns:
+            The `pandas.DataFrame`, with rows `before` and `after`.
+        """
+        import pandas
+
+        return pandas.DataFrame([vars(self.before), vars(self.after)], ["before", "after"])
 
 
 def prune_heads(

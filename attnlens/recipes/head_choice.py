@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlens.files import versions
+from attnlens.files import versions, write_json
 from attnlens.pruning.curve import pruning_curve
-from attnlens.pruning.plan import HeadPlan, write_json
+from attnlens.pruning.plan import HeadPlan
 from attnlens.pruning.removal import PruningReport, prune_heads
 from attnlens.pruning.scores import STATISTICS
 from attnlens.pruning.storage import save_pruned

@@ -12,10 +12,11 @@ from attnlens.errors import AttnLensError
 from attnlens.files import write_atomically
 from attnlens.lens import Lens
 from attnlens.recipes.identification import identified_tokens, token_collector
-from attnlens.recipes.ingredients import Progress, as_json, plain, reader, run_batches, silent
+from attnlens.recipes.ingredients import Progress, as_json, reader, run_batches, silent
 from attnlens.recipes.page_content import CloseLook, PageContent, lay_out, look_closely
 from attnlens.recovery.token_identifiability import TokenIdentifiability
 from attnlens.reporting.page import Report
+from attnlens.results import plain
 from attnlens.saving import save
 from attnlens.texts.loading import TextModel
 
@@ -46,9 +47,8 @@ class HeadReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the page and the notes, ready for JSON."""
-        names = ("model", "examples", "truncated", "settings")
-        document = {name: getattr(self, name) for name in names}
-        return plain({**document, "statistics": self.statistics.to_dict()})
+        names = ("model", "examples", "truncated", "settings", "statistics")
+        return plain({name: getattr(self, name) for name in names})
 
     def write(self, folder: Path) -> None:
         """Write `head_statistics.safetensors` and `head_statistics.json`.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from attnlens.files import versions
+from attnlens.files import json_text, versions
+from attnlens.results import plain
 from attnlens.texts.loading import TextModel, TokenisedTexts, load_text_model
 
 Progress = Callable[[str, int, int], None]
@@ -78,38 +77,13 @@ def run_batches(
         progress("Reading", done, total)
 
 
-def plain(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn a document into what JSON can hold.
-
-    Args:
-        document: tensors, numbers and text, or mappings and sequences of these, by name.
-
-    Returns:
-        The same with lists for tensors, and None for numbers that are not finite.
-    """
-    return {name: _plain(entry) for name, entry in document.items()}
-
-
-def _plain(entry: Any) -> Any:
-    if isinstance(entry, Tensor):
-        return _plain(entry.tolist())
-    if isinstance(entry, Mapping):
-        return plain(entry)
-    if isinstance(entry, (list, tuple)):
-        return [_plain(part) for part in entry]
-    return None if isinstance(entry, float) and not math.isfinite(entry) else entry
-
-
 def as_json(document: Mapping[str, Any]) -> str:
     """Write a document as JSON, with the versions of the libraries that made it.
 
     Args:
-        document: see :func:`plain`.
+        document: see :func:`attnlens.results.plain`.
 
     Returns:
         The text, encodable as UTF-8 whatever the document holds.
     """
-    entries = plain({**document, "versions": versions()})
-    text = json.dumps(entries, indent=1, allow_nan=False, ensure_ascii=False)
-    # Names of files may hold lone surrogates, whose escape in Python is that of JSON.
-    return text.encode(errors="backslashreplace").decode()
+    return json_text(plain({**document, "versions": versions()}))

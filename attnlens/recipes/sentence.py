@@ -11,7 +11,8 @@ from torch import Tensor
 from attnlens.attribution.hidden_tokens import HiddenTokenAttribution
 from attnlens.errors import InputError
 from attnlens.lens import Lens
-from attnlens.recipes.ingredients import Progress, plain, reader, silent
+from attnlens.recipes.ingredients import Progress, reader, silent
+from attnlens.results import plain
 from attnlens.texts.loading import TextModel
 
 

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from attnlens.comparison import HeadDrift, compare
 from attnlens.errors import InputError
-from attnlens.recipes.ingredients import Progress, plain, reader, silent
+from attnlens.recipes.ingredients import Progress, reader, silent
+from attnlens.results import plain
 from attnlens.texts.loading import TextModel
 
 DriftField = Literal["effective_cosine", "raw_cosine", "effective_fraction_change"]
@@ -48,7 +49,7 @@ class TextDrift:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""
-        return plain({**vars(self), "drift": self.drift.to_dict()})
+        return plain(vars(self))
 
 
 def compare_on_texts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim.adam import adam
 
 from attnlens.errors import InputError, NonFiniteError
+from attnlens.files import load_state, save_state
 from attnlens.recovery.token_maps import (
     Distance,
     MapKind,
@@ -296,25 +294,15 @@ def _bar(name: str, settings: MapTraining) -> Iterator[Callable[[_State], None]]
 
 
 def _write(path: Path, state: _State, about: dict[str, Any], sample: Tensor) -> None:
-    """Write a checkpoint whole, under a temporary name first."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    tensors = {name: tensor.contiguous() for name, tensor in state.named().items()}
-    tensors["sample"] = sample
-    save_file(tensors, part, {"attnlens": json.dumps(about, sort_keys=True)})
-    os.replace(part, path)
+    save_state(state.named() | {"sample": sample}, path, about)
 
 
 def _read(path: Path, about: dict[str, Any], sample: Tensor, device: str) -> _State | None:
     """Read a checkpoint of the same training, or None if there is none."""
     if not path.exists():
         return None
-    try:
-        with safe_open(os.fspath(path), framework="pt") as file:
-            found = json.loads((file.metadata() or {}).get("attnlens", "{}"))
-            named = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, ValueError) as error:
-        raise InputError(f"{path} is not a complete checkpoint: {error}. Remove it.") from error
+    named, found = load_state(path)
     different = sorted(name for name in about if found.get(name) != about[name])
     # Mean hidden states tell models apart that read the same texts.
     known = named.pop("sample", torch.empty(0))

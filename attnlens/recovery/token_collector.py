@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnlens.capture import LayerCapture
 from attnlens.errors import AttnLensError, InputError, UnsupportedAttentionError
-from attnlens.observer import LayerObserver, SumObserver, Sums
+from attnlens.observer import Labels, LayerObserver, SumObserver, Sums, part_of
 from attnlens.recovery.token_maps import NormalEquations, normal_equations
 from attnlens.recovery.token_rates import Target, tokens_of
 from attnlens.recovery.token_store import (
@@ -23,8 +23,6 @@ from attnlens.recovery.token_store import (
     fingerprint,
 )
 from attnlens.results import LayerKey
-
-Labels = Tensor | Callable[[Mapping[str, Any]], Tensor] | None
 
 ENTERED = -1
 """The layer under which sums over what entered the first one are kept."""
@@ -65,6 +63,8 @@ class TokenCollector(SumObserver, LayerObserver):
     Raises:
         InputError: if the split is none.
     """
+
+    alike = ("seed", "split", "streams", "offsets", "positions", "stored")
 
     def __init__(
         self,
@@ -149,10 +149,7 @@ class TokenCollector(SumObserver, LayerObserver):
         keys = [key for key in self.ordered() if key[1] != ENTERED]
         stacks = list(dict.fromkeys(stack for stack, _ in keys))
         if not keys:
-            raise AttnLensError(
-                f"{type(self).__name__} has seen no complete forward pass of the layers it was "
-                "asked for. Run the model inside `with Lens(...)`, and check `layers`."
-            )
+            raise AttnLensError(self._nothing())
         if len(stacks) > 1:
             raise AttnLensError(
                 f"Tokens of different stacks were seen: {', '.join(stacks)}. Look at one of them: "
@@ -173,16 +170,7 @@ class TokenCollector(SumObserver, LayerObserver):
 
         Returns:
             This observer.
-
-        Raises:
-            InputError: if the other differs in seed, split or what it collects.
         """
-        for name in ("seed", "split", "streams", "offsets", "positions", "stored"):
-            if getattr(self, name) != getattr(other, name):
-                raise InputError(
-                    f"Observers with different {name} cannot be merged. Got "
-                    f"{getattr(self, name)!r} and {getattr(other, name)!r}."
-                )
         super().merge(other)
         self.store.merge(other.store)
         return self
@@ -199,13 +187,13 @@ class TokenCollector(SumObserver, LayerObserver):
             state: what :meth:`state_dict` returned.
         """
         super().add_state({n: t for n, t in state.items() if not n.startswith(_STORE)})
-        self.store.add_state({
-            n.removeprefix(_STORE): t for n, t in state.items() if n.startswith(_STORE)
-        })
+        self.store.add_state(part_of(state, _STORE))
 
-    def _forget_state(self) -> None:
-        super()._forget_state()
-        self.store.clear()
+    def _nothing(self) -> str:
+        return (
+            f"{type(self).__name__} has seen no complete forward pass of the layers it was asked "
+            f"for. Run the model inside `with Lens(...)`, and check `layers`."
+        )
 
     def _targets(self) -> tuple[Target, ...]:
         return (0, *self.offsets, *(("words",) if self.words is not None else ()))

@@ -7,14 +7,15 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError
+from attnlens.observer import Labels
 from attnlens.recovery.map_training import MapTraining
-from attnlens.recovery.token_collector import ENTERED, SPLITS, Labels, TokenCollector
+from attnlens.recovery.token_collector import ENTERED, SPLITS, TokenCollector
 from attnlens.recovery.token_maps import Distance, MapKind, NormalEquations
 from attnlens.recovery.token_rates import (
     Counts,
@@ -27,16 +28,14 @@ from attnlens.recovery.token_rates import (
     stored_equations,
 )
 from attnlens.recovery.token_store import TEST, TRAIN, VALIDATION, TokenStore
-from attnlens.results import LayeredResult, LayerKey, data_frame
+from attnlens.results import LayeredResult, LayerKey
 from attnlens.saving import storable
 
 Solver = Literal["auto", "adam", "closed"]
 
-_BY_LAYER = ("rate", "error", "words", "rescaled", "rotated", "loss", "epochs", "ridge")
-
 
 @storable()
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TokenIdentifiabilityResult(LayeredResult):
     """Rates at which tokens of the test split are identified; all in `[0, 1]`.
 
@@ -90,20 +89,10 @@ class TokenIdentifiabilityResult(LayeredResult):
     epochs: Tensor
     ridge: Tensor
 
-    _shown = "rate"
-
-    def to_pandas(self) -> Any:
-        """Return a table with a row for each layer; needs pandas.
-
-        Returns:
-            The `pandas.DataFrame`, indexed by stack and layer, with a column for each quantity by
-            layer, each label, as in `by_label[noun]`, and each offset, as in `neighbours[-1]`.
-        """
-        arrays = self.to_numpy()
-        columns = {name: arrays[name] for name in _BY_LAYER}
-        for name, ends in (("by_label", self.labels), ("neighbours", self.offsets)):
-            columns |= {f"{name}[{end}]": arrays[name][:, i] for i, end in enumerate(ends)}
-        return data_frame(self.layers, ("stack", "layer"), columns)
+    axes: ClassVar = {"layer": "layers"}
+    ends: ClassVar = {"by_label": "labels", "neighbours": "offsets"}
+    apart = frozenset({"sequences", "tokens"})
+    shown = ("rate",)
 
 
 class TokenIdentifiability(TokenCollector):

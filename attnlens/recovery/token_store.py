@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from attnlens.errors import AttnLensWarning, InputError
+from attnlens.files import write_tensors
 
 TRAIN, VALIDATION, TEST = range(3)
 _SHARD_BYTES = 2**27
@@ -314,9 +315,7 @@ class TokenStore:
                 continue
             path = folder / f"{split}-{self._written:06}.safetensors"
             self._written += 1
-            part = path.with_suffix(".part")
-            save_file(PackedTokens.of(chosen)._asdict(), part)
-            os.replace(part, path)
+            write_tensors(path, PackedTokens.of(chosen)._asdict())
             self._files[path] = [(s.priority, s.tokens) for s in chosen]
             self._buffer = [s for s in self._buffer if s.split != split]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlens.recovery.token_identifiability import TokenIdentifiabilityResult
-from attnlens.results import MEANINGS, LayeredResult, LayerKey
+from attnlens.results import LayeredResult, LayerKey
 
 # The grids that open first, where present.
 _FIRST = ("effective_fraction", "rank", "entropy", "importance")
@@ -41,7 +41,7 @@ def head_grids(results: Sequence[LayeredResult], keys: Sequence[LayerKey]) -> li
                 name = f"{name}, {type(result).__name__.removesuffix('Result')}"
             grids[name if field in grids else field] = {
                 "name": name,
-                "meaning": MEANINGS.get(field, ""),
+                "meaning": result.meanings.get(field, ""),
                 "layers": [keys.index(key) for key in result.layers],
                 "values": numbers(values),
             }
@@ -105,18 +105,20 @@ def _rates_apart(
 
 
 def _by_label(result: LayeredResult, keys: Sequence[LayerKey]) -> list[dict[str, Any]]:
-    """Quantities `[L]` and, of results with labels, `[L, G]`."""
+    """Quantities `[L]` or, by label, `[L, G]`; of `[L, H, G]` the mean over the heads."""
     labels = getattr(result, "labels", None)
     curves = []
     for name, values in result.tensors().items():
         if name.endswith(("_error", "tokens")):
             continue
+        if "head" in result.axes:
+            values = values.nanmean(1) if values.dim() == 3 else values[:0]
         by_layer = (len(result.layers), *(() if labels is None else (len(labels),)))
         if tuple(values.shape) != by_layer:
             continue
         lines = dict(zip(labels or [""], values.reshape(len(result.layers), -1).T, strict=True))
         title = f"{type(result).__name__.removesuffix('Result')}: {name.replace('_', ' ')}"
-        curves.append(_curve(title, result.layers, keys, lines, MEANINGS.get(name, "")))
+        curves.append(_curve(title, result.layers, keys, lines, result.meanings.get(name, "")))
     return curves
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from rich.color import Color
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnlens.errors import InputError
 from attnlens.recovery.token_identifiability import TokenIdentifiabilityResult
-from attnlens.results import MEANINGS, LayeredResult, cell, field_of, row_labels
+from attnlens.results import LayeredResult, cell
 
 QUANTITIES = {
     "rate": "tokens identified",
@@ -78,9 +78,9 @@ def head_table(
     Returns:
         Something to print on a `rich` console.
     """
-    values = field_of(result, field)
+    values = result.field(field)
     low, high = _range_of(values, field)
-    labels = row_labels(result, "")
+    labels = result.row_labels("")
     rows = [[_coloured(value, low, high) for value in row] for row in values.tolist()]
     widest = max(len(text) for row in rows for text in row)
     fitting = max(1, (width - max(map(len, ["layer", *labels]))) // (widest + 1))
@@ -104,9 +104,9 @@ def explanation(result: LayeredResult, field: str = "effective_fraction") -> str
     Returns:
         Two or three sentences.
     """
-    values = field_of(result, field)
+    values = result.field(field)
     title = field.replace("_", " ").capitalize()
-    sentences = [f"{title}: {MEANINGS.get(field, 'one number per head')}."]
+    sentences = [f"{title}: {result.meanings.get(field, 'one number per head')}."]
     finite = torch.isfinite(values)
     if bool(finite.any()):
         lowest = int(values.masked_fill(~finite, torch.inf).argmin())
@@ -122,12 +122,12 @@ def explanation(result: LayeredResult, field: str = "effective_fraction") -> str
     return " ".join(sentences)
 
 
-def layer_table(title: str, result: Any) -> RenderableType:
+def layer_table(title: str, result: LayeredResult) -> RenderableType:
     """Lay out the first quantities of a result, averaged over all but the layers.
 
     Args:
         title: what stands above.
-        result: has `layers` and `tensors()`.
+        result: the result.
 
     Returns:
         Something to print on a `rich` console.
@@ -141,7 +141,7 @@ def layer_table(title: str, result: Any) -> RenderableType:
     shown = list(means)[:_MOST_QUANTITIES]
     rows = [
         [label, *(_short(means[quantity][row]) for quantity in shown)]
-        for row, label in enumerate(row_labels(result))
+        for row, label in enumerate(result.row_labels())
     ]
     return text_table(title, ["layer", *(name.replace("_", " ") for name in shown)], rows)
 
@@ -175,7 +175,7 @@ def rates_table(
                 [f"{rate} ± {error}" for rate, error in zip(*pair, strict=True)]
                 for pair in zip(cells, errors, strict=True)
             ]
-        rows = list(zip(row_labels(first), *cells, strict=True))
+        rows = list(zip(first.row_labels(), *cells, strict=True))
         blocks += [text_table(f"{title}, %", columns, rows, left=[""]), ""]
     *_, test = first.tokens.long().tolist()
     controls = (
@@ -188,7 +188,7 @@ def rates_table(
 
 def _place(result: LayeredResult, values: Tensor, index: int) -> str:
     row, head = divmod(index, values.shape[1])
-    return f"{cell(values[row, head].item())} (layer {row_labels(result, '')[row]}, head {head})"
+    return f"{cell(values[row, head].item())} (layer {result.row_labels('')[row]}, head {head})"
 
 
 def _range_of(values: Tensor, field: str) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Look at heads while a model is being trained."""
 
 from attnlens.training.loops import Monitor, monitor
-from attnlens.training.recent import Keep
+from attnlens.training.scalars import Keep
 
 __all__ = ["Keep", "Monitor", "monitor"]

@@ -12,25 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
+from transformers import TrainerControl as Control
+from transformers import TrainerState as State
+from transformers import TrainingArguments as Arguments
 
 from attnlens.attention.importance import HeadImportance
 from attnlens.capture import Kind
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError
+from attnlens.files import load_state, save_state
 from attnlens.lens import Lens
-from attnlens.observer import Observer
+from attnlens.observer import Observer, part_of
 from attnlens.tap.tap import Mode
-from attnlens.training.recent import (
-    Choice,
-    Keep,
-    Window,
-    checked_observers,
-    forward_only,
-    layer_values,
-    named_scalars,
-)
-from attnlens.training.state import NAME, read_state, write_state
+from attnlens.training.recent import Recent, checked_observers, forward_only
+from attnlens.training.scalars import Choice, Keep, layer_values, named_scalars
 from attnlens.training.steps import calling_trainer, loss_scale, surround
+
+NAME = "attnlens_observers.safetensors"
 
 
 class LensCallback(TrainerCallback):
@@ -86,18 +84,19 @@ class LensCallback(TrainerCallback):
             raise InputError(f'on must be "train", "eval" or "both". Got {on!r}.')
         self.observers = checked_observers(observers)
         self.eval_observers = self.observers if on == "eval" else forward_only(self.observers)
-        if on == "eval" and len(forward_only(self.observers)) < len(self.observers):
-            raise InputError('HeadImportance needs a backward pass: use on="train" or on="both".')
+        backward = [type(o).__name__ for o in self.eval_observers if o.needs_backward]
+        if backward:
+            raise InputError(f'{backward[0]} needs a backward pass: use on="train" or on="both".')
         self.every_n_steps = every_n_steps
-        self._choice = Choice.of(keep, quantities)
+        self._choice = Choice(keep, quantities)
         self._histograms = histograms
         layers = layers if layers is None or isinstance(layers, (int, str)) else list(layers)
         self._make_lens = partial(Lens, layers=layers, kinds=kinds)
-        self._windows: dict[str, Window] = {}
+        self._recent: dict[str, Recent] = {}
         if on != "eval":
-            self._windows["train"] = Window(self.observers)
+            self._recent["train"] = Recent(self.observers)
         if on != "train":
-            self._windows["eval"] = Window(self.eval_observers)
+            self._recent["eval"] = Recent(self.eval_observers)
         self._lenses: dict[str, Lens] = {}
         self._trainer: Callable[[], Any] = lambda: None
         self._steps = self._batches = 0
@@ -113,33 +112,42 @@ class LensCallback(TrainerCallback):
         """
         state = {
             f"{phase}/{name}": tensor
-            for phase, window in self._windows.items()
-            for name, tensor in window.state(sync=_distributed()).items()
+            for phase, recent in self._recent.items()
+            for name, tensor in recent.state(sync=_distributed()).items()
         }
         if _first_process() and Path(folder).is_dir():
-            write_state(folder, state, self._kinds())
+            save_state(state, Path(folder) / NAME, {"observers": self._kinds()})
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Restore what :meth:`save` wrote; a resumed training does so itself if it finds it.
 
         Args:
             folder: the checkpoint folder.
+
+        Raises:
+            InputError: if the folder holds no state, a damaged one, or that of other observers.
         """
-        state = read_state(folder, self._kinds())
-        for phase, window in self._windows.items():
-            prefix = f"{phase}/"
-            own = {n[len(prefix) :]: t for n, t in state.items() if n.startswith(prefix)}
-            window.restore(own, recent=_first_process())
+        path = Path(folder) / NAME
+        if not path.is_file():
+            raise InputError(
+                f"{folder} holds no {NAME}. Give a checkpoint saved with this callback."
+            )
+        state, about = load_state(path)
+        if about.get("observers") != self._kinds():
+            raise InputError(
+                f"{path} holds the state of {about.get('observers')}; here are {self._kinds()}. "
+                f"Use the observers it was saved with."
+            )
+        for phase, recent in self._recent.items():
+            recent.restore(part_of(state, f"{phase}/"), recent=_first_process())
         self._restored = True
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Meet the Trainer."""
         self._meet(calling_trainer(self))
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: Arguments, state: State, control: Control, **kwargs: Any
     ) -> None:
         """Restore the state of a resumed training."""
         self._meet(calling_trainer(self))
@@ -149,23 +157,21 @@ class LensCallback(TrainerCallback):
                 "copies of the model that no hook can follow. Start it with torchrun."
             )
         if not self._restored:
-            for window in self._windows.values():
-                window.drop()
+            for recent in self._recent.values():
+                recent.drop()
             if state.global_step:
                 self._resume(args, state)
         self._restored = self._warned = False
 
     def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: Arguments, state: State, control: Control, **kwargs: Any
     ) -> None:
         """Count the steps looked at anew."""
         self._steps = 0
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Warn, once in a training, if no step of the epoch was looked at."""
-        if "train" in self._windows and not self._steps and not self._warned:
+        if "train" in self._recent and not self._steps and not self._warned:
             self._warned = True
             warnings.warn(
                 f"every_n_steps={self.every_n_steps} looked at no step of a whole epoch, the one "
@@ -175,21 +181,16 @@ class LensCallback(TrainerCallback):
             )
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Arguments, state: State, control: Control, logs: Any = None, **kwargs: Any
     ) -> None:
         """Log what was seen since the last time, training and evaluation each with its own."""
         if self._logging:
             return
         prefix = _evaluated(logs or {})
-        window = self._windows.get("train" if prefix is None else "eval")
-        if window is None:
+        recent = self._recent.get("train" if prefix is None else "eval")
+        if recent is None:
             return
-        results = window.close(sync=_distributed())
+        results = recent.close(sync=_distributed())
         scalars = named_scalars(results, self._choice)
         if not scalars:
             return
@@ -201,34 +202,23 @@ class LensCallback(TrainerCallback):
         if self._histograms:
             self._write_histograms(results, prefix or "", state.global_step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Let go of the model."""
         self._lenses.clear()
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Begin the next evaluation with a first batch, and let go of the model."""
         self._end_batches()
 
     def on_predict(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Arguments, state: State, control: Control, metrics: Any = None, **kwargs: Any
     ) -> None:
-        """Close the window; a prediction is not logged."""
+        """Add what was seen to the totals; a prediction is not logged."""
         self._end_batches()
-        if "eval" in self._windows:
-            self._windows["eval"].close(sync=_distributed())
+        if "eval" in self._recent:
+            self._recent["eval"].close(sync=_distributed())
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Save the state beside the Trainer's."""
         self.save(_checkpoint(args, state))
 
@@ -242,9 +232,9 @@ class LensCallback(TrainerCallback):
         if self._trainer() is trainer:
             return
         self._trainer = weakref.ref(trainer)
-        if "train" in self._windows:
+        if "train" in self._recent:
             surround(trainer, "training_step", self, self._around_step)
-        if "eval" in self._windows:
+        if "eval" in self._recent:
             surround(trainer, "prediction_step", self, self._around_batch)
 
     def _around_step(
@@ -255,10 +245,10 @@ class LensCallback(TrainerCallback):
             return nullcontext()
         self._steps += 1
         scale = loss_scale(trainer, num_items_in_batch)
-        window = self._windows["train"]
-        for given, recent in zip(window.totals, window.recent, strict=True):
-            if isinstance(given, HeadImportance) and isinstance(recent, HeadImportance):
-                recent.loss_scale = scale if given.loss_scale is None else given.loss_scale
+        recent = self._recent["train"]
+        for total, copy in zip(recent.totals, recent.observers, strict=True):
+            if isinstance(total, HeadImportance) and isinstance(copy, HeadImportance):
+                copy.loss_scale = scale if total.loss_scale is None else total.loss_scale
         return self._lens("train", trainer.model)
 
     def _around_batch(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
@@ -275,7 +265,7 @@ class LensCallback(TrainerCallback):
         """The lens of a phase, made anew when the Trainer has a new model."""
         lens = self._lenses.get(phase)
         if lens is None or lens.model is not model:
-            lens = self._make_lens(model, *self._windows[phase].recent)
+            lens = self._make_lens(model, *self._recent[phase].observers)
             self._lenses[phase] = lens
         return lens
 
@@ -286,13 +276,13 @@ class LensCallback(TrainerCallback):
         for writer in filter(None, writers):
             for result in results:
                 for name, _, label, heads in layer_values(result, self._choice):
-                    known = heads[~heads.isnan()]
-                    if len(known):
-                        writer.add_histogram(f"{prefix}attnlens/{name}/{label}", known, step)
+                    finite = heads[~heads.isnan()]
+                    if len(finite):
+                        writer.add_histogram(f"{prefix}attnlens/{name}/{label}", finite, step)
 
-    def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
-        given = args.resume_from_checkpoint
-        folders = [_checkpoint(args, state), *([Path(given)] if isinstance(given, str) else [])]
+    def _resume(self, args: Arguments, state: State) -> None:
+        named = args.resume_from_checkpoint
+        folders = [_checkpoint(args, state), *([Path(named)] if isinstance(named, str) else [])]
         for folder in folders:
             if (folder / NAME).is_file():
                 self.load(folder)
@@ -307,22 +297,16 @@ class LensCallback(TrainerCallback):
 
     def _kinds(self) -> list[str]:
         """What must agree between a saved state and this callback."""
-        return [
-            f"{phase} {type(observer).__name__}"
-            for phase, window in self._windows.items()
-            for observer in window.totals
-        ]
+        return [f"{phase} {o!r}" for phase, recent in self._recent.items() for o in recent.totals]
 
 
 def _evaluated(logs: dict[str, Any]) -> str | None:
     """The prefix of an evaluation's log, such as `eval_`; None for a training's."""
-    for name in logs:
-        if name.endswith("_runtime") and name != "train_runtime":
-            return name.removesuffix("runtime")
-    return None
+    runtimes = (name for name in logs if name.endswith("_runtime") and name != "train_runtime")
+    return next((name.removesuffix("runtime") for name in runtimes), None)
 
 
-def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+def _checkpoint(args: Arguments, state: State) -> Path:
     return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
+from typing import Any
 
 from torch import nn
 
@@ -11,7 +11,8 @@ from attnlens.capture import Kind
 from attnlens.lens import Lens
 from attnlens.observer import Observer
 from attnlens.tap.tap import Mode
-from attnlens.training.recent import Choice, Keep, Window, checked_observers, named_scalars
+from attnlens.training.recent import Recent, checked_observers
+from attnlens.training.scalars import Choice, Keep, named_scalars
 
 
 class Monitor:
@@ -23,25 +24,20 @@ class Monitor:
         observers: what the whole loop showed; complete once the `with` block has ended.
     """
 
-    def __init__(self, lens: Lens, window: Window, choice: Choice) -> None:
-        self.observers = window.totals
+    def __init__(self, lens: Lens, recent: Recent, choice: Choice) -> None:
+        self.observers = recent.totals
         self._lens = lens
-        self._window = window
+        self._recent = recent
         self._choice = choice
 
     def __enter__(self) -> Monitor:
         self._lens.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._lens.__exit__(kind, error, trace)
-        if kind is None and not self._window.empty:
-            self._window.close()
+    def __exit__(self, *raised: Any) -> None:
+        self._lens.__exit__(*raised)
+        if raised[0] is None and not self._recent.empty:
+            self._recent.close()
 
     def scalars(self, *, sync: bool = False) -> dict[str, float]:
         """Return what was seen since the last call, and begin anew.
@@ -54,7 +50,7 @@ class Monitor:
             Finite numbers by name, such as `attnlens/entropy/layer_03/head_07`; empty if nothing
             was seen since.
         """
-        return named_scalars(self._window.close(sync=sync), self._choice)
+        return named_scalars(self._recent.close(sync=sync), self._choice)
 
 
 def monitor(
@@ -91,6 +87,6 @@ def monitor(
     Returns:
         A context manager with `scalars()`.
     """
-    window = Window(checked_observers(observers))
-    lens = Lens(model, *window.recent, layers=layers, every=every, kinds=kinds, on=on)
-    return Monitor(lens, window, Choice.of(keep, quantities))
+    recent = Recent(checked_observers(observers))
+    lens = Lens(model, *recent.observers, layers=layers, every=every, kinds=kinds, on=on)
+    return Monitor(lens, recent, Choice(keep, quantities))

@@ -67,7 +67,7 @@ def look(setting: Setting, sentences: list[Encoded]) -> tuple[LabelAttention, La
 def print_attention(title: str, result: LabelAttentionResult) -> None:
     """Print raw and effective attention to every label, means over heads."""
     for kind, values in (("raw", result.raw), ("effective", result.effective)):
-        columns = zip(result.label_names, values.mean(1).T, strict=True)
+        columns = zip(result.labels, values.mean(1).T, strict=True)
         print_layers(f"{title}: {kind}", list(columns))
 
 
@@ -89,7 +89,7 @@ def print_large(result: LabelAttentionResult) -> list[dict[str, Any]]:
 
 def summary(result: LabelAttentionResult) -> dict[str, Any]:
     """Give every quantity, `[L, H, G]`."""
-    return {"labels": result.label_names, **result.tensors()}
+    return {"labels": result.labels, **result.tensors()}
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ def halves() -> tuple[Capture, Capture, LabelAttentionResult]:
 
 def assert_same(found: LabelAttentionResult, expect: LabelAttentionResult) -> None:
     assert found.layers == expect.layers and found.value_space == expect.value_space
-    assert found.label_names == expect.label_names
+    assert found.labels == expect.labels
     for name, tensor in expect.tensors().items():
         torch.testing.assert_close(
             found.tensors()[name], tensor, rtol=1e-12, atol=0, equal_nan=True
@@ -219,7 +219,7 @@ def test_merged_halves_equal_one_run() -> None:
     one = observed(first)
     assert one.merge(observed(second)) is one
     assert_same(one.compute(), together)
-    with pytest.raises(InputError, match="Cannot merge labels"):
+    with pytest.raises(InputError, match="different label_names cannot be merged"):
         one.merge(LabelAttention(LABELS, NAMES[::-1]))
     restored = LabelAttention(LABELS, NAMES)
     restored.load_state_dict(observed(first).state_dict())
@@ -233,7 +233,7 @@ def test_merged_halves_equal_one_run() -> None:
 def test_results_become_tables() -> None:
     table = halves()[2].to_pandas()
     assert table.index.names == ["stack", "layer", "head"] and len(table) == 4
-    assert {"examples", "raw[0]", "effective[2]"} <= set(table.columns)
+    assert {"examples", f"raw[{NAMES[0]}]", f"effective[{NAMES[2]}]"} <= set(table.columns)
 
 
 @pytest.mark.parametrize("where", ["grouped_value", "query", "context"])

@@ -120,8 +120,9 @@ def test_recordings_merge_and_have_no_state() -> None:
     second.update(synthetic_capture(seed=1))
     captures = [*first.compute(), *second.compute()]
     assert first.merge(second).compute() == captures
-    assert first.state_dict() == {}
-    first.load_state_dict({})
+    for refused in (first.state_dict, lambda: first.load_state_dict({}), first.sync):
+        with pytest.raises(InputError, match="no state"):
+            refused()
+    assert first.compute() == captures
+    first.reset()
     assert first.compute() == []
-    with pytest.raises(InputError, match="no state"):
-        first.load_state_dict({"x": torch.zeros(1)})

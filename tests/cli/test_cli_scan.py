@@ -19,7 +19,7 @@ from attnlens.saving import load
 from tests.support.commands import without_frame
 from tests.support.scanning import model, scan, texts, tokenizer
 
-SMALL = ("--window", "8", "--batch-size", "4", "--batch-tokens", "40")
+SMALL = ("--chunk", "8", "--batch-size", "4", "--batch-tokens", "40")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_a_scan_writes_what_it_prints(folder: Path, tmp_path: Path) -> None:
     assert "40 records of" in result.stdout and "0 rejected" in result.stdout
     document = json.loads((tmp_path / "out" / "scan.json").read_text())
     assert document["counts"] == vars(expected.counts)
-    assert document["settings"]["window"] == 8 and document["finished"] is True
+    assert document["settings"]["chunk"] == 8 and document["finished"] is True
 
 
 def test_labels_are_those_of_the_file_and_of_special_tokens(folder: Path, tmp_path: Path) -> None:

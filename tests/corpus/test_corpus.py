@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import attnlens
 from attnlens import HiddenTokenAttribution, InputError, Lens
 from attnlens.corpus import Corpus, Fields, Record, Rejected
-from attnlens.corpus.chunks import batches, windows
+from attnlens.corpus.chunks import batches, chunks
 from attnlens.corpus.readers import entries_of
 from attnlens.corpus.sums import ExactSums
 from attnlens.corpus.token_labels import TokenLabels
@@ -96,7 +96,7 @@ def test_several_files_of_text(tmp_path: Path) -> None:
     ]
     assert corpus.lines() == 5
     told: list[tuple[int, Rejected]] = []
-    assert [w.line for w in windows(corpus, 2, lambda *entry: told.append(entry))] == [3, 5]
+    assert [c.line for c in chunks(corpus, 2, lambda *entry: told.append(entry))] == [3, 5]
     assert [(index, entry.line) for index, entry in told] == [(1, 1)]
 
 
@@ -206,23 +206,23 @@ def test_records_at_hand() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 9))
-def test_windows_hold_every_record_once(kinds: list[bool], size: int) -> None:
+def test_chunks_hold_every_record_once(kinds: list[bool], size: int) -> None:
     entries = [
         Record(f"text {n}", line=n) if good else Rejected("", n, "bad")
         for n, good in enumerate(kinds, 1)
     ]
     told: list[tuple[int, Rejected]] = []
-    found = list(windows(entries, size, lambda *entry: told.append(entry)))
+    found = list(chunks(entries, size, lambda *entry: told.append(entry)))
     records = [entry for entry in entries if isinstance(entry, Record)]
-    assert [record for window in found for record in window.records] == records
+    assert [record for chunk in found for record in chunk.records] == records
     assert [entry for _, entry in told] == [e for e in entries if isinstance(e, Rejected)]
     for index, entry in told:
         assert index == sum(record.line < entry.line for record in records) // size
-    assert [window.index for window in found] == list(range(len(found)))
-    assert all(len(window.records) == size for window in found[:-1])
-    assert len({window.digest for window in found}) == len(found)
-    clean = list(windows(records, size, lambda *entry: told.append(entry)))
-    assert [window.digest for window in clean] == [window.digest for window in found]
+    assert [chunk.index for chunk in found] == list(range(len(found)))
+    assert all(len(chunk.records) == size for chunk in found[:-1])
+    assert len({chunk.digest for chunk in found}) == len(found)
+    clean = list(chunks(records, size, lambda *entry: told.append(entry)))
+    assert [chunk.digest for chunk in clean] == [chunk.digest for chunk in found]
     assert len(told) == len(entries) - len(records)
 
 
@@ -254,7 +254,7 @@ class Total(SumObserver):
 def fed(parts: Sequence[Sequence[float]]) -> ExactSums:
     sums = ExactSums(Total())
     for part in parts:
-        with sums.window():
+        with sums.chunk():
             for value in part:
                 number = torch.tensor([value], dtype=torch.float64)
                 counts = {"value": number, "value_max": number, "count": number.long() * 0 + 1}
@@ -268,7 +268,7 @@ numbers = sizes | sizes.map(lambda size: -size) | st.just(0.0)
 
 @given(st.lists(st.lists(numbers, min_size=1, max_size=3), min_size=1, max_size=12), st.data())
 def test_sums_do_not_depend_on_their_order(parts: list[list[float]], data: st.DataObject) -> None:
-    """And they are the sum of the windows, rounded once."""
+    """And they are the sum of the chunks, rounded once."""
     exact = sum(Fraction(fed([part]).observer.compute().item()) for part in parts)
     whole = fed(parts)
     assert whole.observer.compute().item() == float(exact)

@@ -93,13 +93,13 @@ def test_a_scan_is_a_lens_over_the_batches() -> None:
 def test_killed_at_random_and_resumed(whole: Scan, tmp_path: Path) -> None:
     process = child("slow", tmp_path)
     checkpoint = tmp_path / "shard-0-of-1.safetensors"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 1200
     while not checkpoint.exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.01)
     time.sleep(random.Random(os.getpid()).uniform(0, 0.8))
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, process.stderr.read()
-    done = load_state(checkpoint)[1]["corpus"]["windows"]
+    done = load_state(checkpoint)[1]["corpus"]["chunks"]
     assert 1 <= done < 8 and not (tmp_path / "scan.json").exists()
     found, batches = counted(iter(texts()), tmp_path)
     same(found, whole)
@@ -152,7 +152,7 @@ def test_malformed_records_cost_nothing_but_lines(tmp_path: Path, kind: str) -> 
         mixed.append(bad(n) if n in set(where) else next(rest).encode())
     soiled.write_bytes(b"\n".join([line.encode() for line in head] + mixed) + b"\n")
     told: list[Any] = []
-    settings = {"window": 1024, "batch_size": 256, "batch_tokens": 4096}
+    settings = {"chunk": 1024, "batch_size": 256, "batch_tokens": 4096}
     runs = [
         scan(
             path,
@@ -218,7 +218,7 @@ def test_a_resumed_scan_tells_only_of_what_is_new(tmp_path: Path) -> None:
         scan(breaking(), looking, out=tmp_path, checkpoint_every=0.0, report=first.append)
     assert [entry.line for entry in first] == list(range(2, 91, 2))
     found = scan(soiled, looking, out=tmp_path, report=second.append)
-    # From the sixth window of eight records on, which had not been seen to its end.
+    # From the sixth chunk of eight records on, which had not been seen to its end.
     assert [entry.line for entry in second] == list(range(80, 121, 2))
     log = (tmp_path / "shard-0-of-1.rejected.txt").read_text().splitlines()
     assert len(log) == found.counts.rejected == 60
@@ -227,7 +227,7 @@ def test_a_resumed_scan_tells_only_of_what_is_new(tmp_path: Path) -> None:
         assert torch.equal(states(found)[0][name], tensor), name
 
 
-def test_a_window_that_fails_leaves_no_trace() -> None:
+def test_a_chunk_that_fails_leaves_no_trace() -> None:
     looking = [HeadStatistics()]
     reads = model()
     calls: list[int] = []
@@ -240,7 +240,23 @@ def test_a_window_that_fails_leaves_no_trace() -> None:
     reads.register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="luck"):
         attnlens.scan(reads, tokenizer(), texts(64), looking, **SETTINGS)
-    assert looking[0].compute().examples.eq(8).all()  # the first window
+    assert looking[0].compute().examples.eq(8).all()  # the first chunk
+
+
+@pytest.mark.parametrize("form", [list, iter, Path])
+def test_a_bar_begins_where_an_interrupted_scan_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: Any
+) -> None:
+    looking = ["head-statistics"]
+    corpus: Any = form(texts(24)) if form is not Path else tmp_path / "texts.txt"
+    if form is Path:
+        corpus.write_text("\n".join(texts(24)))
+    scan(texts(8), looking, out=tmp_path)
+    assert "line" not in capsys.readouterr().err
+    scan(corpus, looking, out=tmp_path, progress=True)
+    shown = capsys.readouterr().err
+    assert ("8line" if form is iter else "| 8/24 [") in shown
+    assert ("24line" if form is iter else "| 24/24 [") in shown
 
 
 def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
@@ -321,7 +337,7 @@ def test_named_observers_take_settings() -> None:
     assert named_observer("token-identifiability:map=mlp").map == "mlp"
 
 
-def test_a_shard_without_windows_is_empty_but_mergeable(tmp_path: Path) -> None:
+def test_a_shard_without_chunks_is_empty_but_mergeable(tmp_path: Path) -> None:
     for index in range(3):
         scan(texts(10), ["head-statistics"], out=tmp_path / str(index), shard=(index, 3))
     merged = merge_shards(tmp_path / "all", [tmp_path / str(index) for index in range(3)])

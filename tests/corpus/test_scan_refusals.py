@@ -94,7 +94,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("0 1", "Of 3 shards, these are missing: 2"),
         ("0 0", "same shard"),
         ("0 two", "is one of 2 shards"),
-        ("0 1 other", "in its corpus: windows is 4, not 5, digest is"),
+        ("0 1 other", "in its corpus: chunks is 4, not 5, digest is"),
         ("0 1 half", "not finished"),
         ("empty", "No shard of a scan"),
         ("nowhere", "There is no folder"),
@@ -144,7 +144,7 @@ def test_what_a_scan_cannot_serve_is_refused() -> None:
         with pytest.raises(InputError, match=message):
             attnlens.scan(reads, words, texts(3), [observer])
     for settings, message in (
-        ({"window": 0}, "window must be a positive integer"),
+        ({"chunk": 0}, "chunk must be a positive integer"),
         ({"on_error": "ignore"}, "on_error"),
         ({"checkpoint_every": -1}, "checkpoint_every"),
         ({"shard": (4, 4)}, "shard must be an index"),

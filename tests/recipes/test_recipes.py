@@ -235,11 +235,11 @@ def test_a_scan_takes_the_labels_that_there_are(tiny: TextModel, tmp_path: Path)
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     corpus = Corpus(path, Fields(words="words", labels="tags"))
     observers = ["attribution:probes=1"]
-    by_default = scan_corpus(tiny, corpus, observers, window=8)
+    by_default = scan_corpus(tiny, corpus, observers, chunk=8)
     assert by_default.observers[0].compute().labels == ("N", "[CLS]", "[SEP]")
-    named = scan_corpus(tiny, corpus, observers, label_names=["[CLS]"], window=8)
+    named = scan_corpus(tiny, corpus, observers, label_names=["[CLS]"], chunk=8)
     assert named.observers[0].compute().labels == ("[CLS]",)
-    without = scan_corpus(tiny, Corpus(path, Fields(words="words")), window=8)
+    without = scan_corpus(tiny, Corpus(path, Fields(words="words")), chunk=8)
     assert without.counts.records == 20
 
 

@@ -291,7 +291,7 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="other hidden states"):
         train("linear", "cosine", settings, slice(0, 2))
     (tmp_path / "maps.safetensors").write_bytes(b"half a file")
-    with pytest.raises(InputError, match="not a complete checkpoint"):
+    with pytest.raises(InputError, match="not a complete safetensors file"):
         train("linear", "cosine", settings)
 
 

@@ -35,6 +35,7 @@ from attnlens.reporting.fitting import DECIMALS, Detail, MapBlocks, notes_on
 from attnlens.reporting.fixed_point import packed, whole
 from attnlens.reporting.page import without_folders
 from tests.support import models
+from tests.support.results import one_of_each
 
 
 @pytest.fixture(scope="module")
@@ -272,6 +273,17 @@ def test_token_identifiability_is_a_curve_for_each_map():
     assert by_name["Neighbours identified, linear"]["labels"] == ["−1", "+1"]
     labelled = by_name["Tokens identified by label, linear"]
     assert labelled["values"][1] == pytest.approx(results[1].by_label[:, 1].tolist(), rel=1e-5)
+
+
+def test_attention_to_labels_is_a_line_for_each_label():
+    result = one_of_each()["LabelAttentionResult"]
+    page = content(attnlens.report(result))
+    curves = {curve["name"]: curve for curve in page["curves"]}
+    effective = curves["LabelAttention: effective"]
+    assert effective["labels"] == ["even", "odd"] and "output can see" in effective["meaning"]
+    for line, values in zip(effective["values"], result.effective.mean(1).T, strict=True):
+        assert line == pytest.approx(values.tolist(), rel=1e-5)
+    assert page["grids"] == []
 
 
 def test_tokens_that_do_not_fit_are_refused(seen):

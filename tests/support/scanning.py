@@ -1,7 +1,8 @@
 """A small model, a corpus and observers to scan it with; run as a module, processes of a scan.
 
-`python -m tests.scanning slow OUT` scans so slowly that it can be killed. `ranks OUT` scans with
-two processes of gloo, one of which is killed on its way, and with two more, which finish it.
+`python -m tests.support.scanning slow OUT` scans so slowly that it can be killed before it ends.
+`ranks OUT` scans with two processes of gloo, one of which is killed on its way, and with two more,
+which finish it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from attnlens.files import load_state
 
 WORDS = "river stone paper window garden letter engine winter candle market bridge teacher".split()
 COUNT = 64
-SETTINGS: dict[str, Any] = {"window": 8, "batch_size": 4, "batch_tokens": 40}
+SETTINGS: dict[str, Any] = {"chunk": 8, "batch_size": 4, "batch_tokens": 40}
 
 
 def texts(count: int = COUNT, seed: int = 0) -> list[str]:
@@ -68,9 +69,10 @@ def scan(corpus: Any, looking: Any = None, **settings: Any) -> Scan:
     return attnlens.scan(model(), tokenizer(), corpus, looking, **(SETTINGS | settings))
 
 
-def slowly(items: list[str]) -> Iterator[str]:
-    for item in items:
-        time.sleep(0.05)
+def slowly(items: list[str], pause: float = 0.05, last: float = 0.05) -> Iterator[str]:
+    """The items, with pauses before each, in seconds, and before the last."""
+    for place, item in enumerate(items):
+        time.sleep(last if place == len(items) - 1 else pause)
         yield item
 
 
@@ -86,7 +88,9 @@ def work(rank: int, out: Path, port: int, die: bool) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    corpus = dying(texts(), 45) if die and rank == 1 else texts()
+    corpus: Any = texts()
+    if die:  # while the other process still reads, however busy the machine is
+        corpus = dying(texts(), 45) if rank == 1 else slowly(texts(), pause=0.0, last=1800)
     found = scan(corpus, out=out, checkpoint_every=0.0)
     assert found.shard.complete and bool(found.results) == (rank == 0)
     # Every process has the whole result, not only the one that writes.
@@ -99,7 +103,7 @@ def main() -> None:
     torch.set_num_threads(1)
     what, out = sys.argv[1], Path(sys.argv[2])
     if what == "slow":
-        scan(slowly(texts()), out=out, checkpoint_every=0.0)
+        scan(slowly(texts(), last=1800), out=out, checkpoint_every=0.0)
         return
     try:
         ranks(out, die=True)
