@@ -387,16 +387,19 @@ class SumObserver(Observer):
         """Turn the sums of every layer into fields, and stack these over the layers.
 
         Args:
-            fields: from the sums of a layer to its fields, `[H, ...]`; H may differ by layer.
+            fields: from the sums of a layer to its fields, `[H, ...]`, where H may differ by
+                layer, or scalars.
 
         Returns:
             The layers in order, and the fields `[L, H, ...]` with NaN for heads that a layer does
-            not have.
+            not have, or `[L]`.
         """
         layers = self.seen()
         rows = [fields(sums) for sums in layers.values()]
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
         return tuple(layers), {
-            name: pad_sequence([row[name] for row in rows], True, torch.nan) for name in rows[0]
+            name: pad_sequence(parts, True, torch.nan) if parts[0].dim() else torch.stack(parts)
+            for name, parts in columns.items()
         }
 
     def ordered(self) -> list[LayerKey]:

@@ -70,7 +70,7 @@ def contribution_means(sums: Sums) -> Sums:
         sums: of :func:`contribution_sums`, or their sums over batches.
 
     Returns:
-        Means and errors by the name of the field, `[G, …]`.
+        Means and errors by the name of the field, `[G, …]`; `skipped` is a scalar.
     """
     tokens = sums["tokens"]  # [G, 1]
     counts = {"own": tokens, "distance": sums["pairs"], "offset": tokens, "by_label": tokens}
@@ -84,6 +84,6 @@ def contribution_means(sums: Sums) -> Sums:
         **{name: tensor[:, 0] for name, tensor in single.items()},
         **means,
         **errors,
-        "skipped": sums["skipped"].expand(len(tokens)),
+        "skipped": sums["skipped"],
         "own_box": box_statistics(sums["histogram"]),
     }

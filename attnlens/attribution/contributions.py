@@ -70,7 +70,7 @@ class HiddenTokenAttributionResult(LayeredResult):
         labels: names of the G labels.
         tokens: number of target tokens, `[L, G]`.
         skipped: number of examples left out because a hidden state or a derivative held NaN or
-            Inf, at this layer or before, `[L, G]`; the same for every label.
+            Inf, at this layer or before, `[L]`.
         own: mean contribution of a token to its own hidden state, `[L, G]` in `[0, 1]`.
         own_error: standard error of `own`, `[L, G]`.
         own_box: lower whisker, first quartile, median, third quartile and upper whisker of the

@@ -158,7 +158,7 @@ class HiddenTokenAttribution(ChainObserver, SumObserver):
             AttnLensError: if nothing was aggregated.
         """
         layers, means = self.stacked(contribution_means)
-        warn_of_skipped(means["skipped"][:, 0], layers)
+        warn_of_skipped(means["skipped"], layers)
         return attribution_result(layers, self.label_names, means)
 
     def reset(self) -> None:

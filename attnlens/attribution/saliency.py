@@ -71,7 +71,7 @@ class TokenSaliencyResult(LayeredResult):
         labels: names of the G labels.
         tokens: number of tokens by label, `[L, G]`.
         skipped: number of examples left out because a hidden state or its gradient held NaN or
-            Inf, `[L, G]`; the same for every label.
+            Inf, `[L]`.
         norm: mean `‖∂loss/∂e_i‖` by label, `[L, G]`, at least 0.
         product: mean gradient × input by label, `[L, G]`.
         magnitude: mean absolute gradient × input by label, `[L, G]`, at least 0.
@@ -198,7 +198,7 @@ class TokenSaliency(LayerObserver, SumObserver):
             AttnLensError: if no gradient was seen.
         """
         layers, means = self.stacked(saliency_means)
-        warn_of_skipped(means["skipped"][:, 0], layers)
+        warn_of_skipped(means["skipped"], layers)
         return TokenSaliencyResult(layers, self.label_names, **means)
 
     def reset(self) -> None:

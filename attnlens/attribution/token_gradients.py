@@ -85,14 +85,15 @@ def saliency_means(sums: Sums) -> Sums:
         sums: of :func:`saliency_sums`, or their sums over batches.
 
     Returns:
-        Means by label, `[G]`, and by position, `[P]`, by the name of the field.
+        Means by label, `[G]`, and by position, `[P]`, by the name of the field; `skipped` is a
+        scalar.
     """
     names = ("norm", "product", "magnitude")
     by_label = sums["by_label"] / sums["tokens"]
     by_position = sums["by_position"] / sums["positions"]
     return {
         "tokens": sums["tokens"],
-        "skipped": sums["skipped"].expand_as(sums["tokens"]),
+        "skipped": sums["skipped"],
         **dict(zip(names, by_label, strict=True)),
         **{f"position_{name}": mean for name, mean in zip(names, by_position, strict=True)},
     }
