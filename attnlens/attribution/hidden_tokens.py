@@ -140,7 +140,8 @@ class HiddenTokenAttribution(ChainObserver, SumObserver):
         self._passes[stack] += 1
         if self.keep == "matrices":
             self._keep_matrices(chain, at, attribution)
-        for row, place in enumerate(at if self.sources is self.targets is None else ()):
+        aggregated = self.sources is None and self.targets is None
+        for row, place in enumerate(at if aggregated else ()):
             squares = attribution.squares[:, row]
             replicates = squares[:0] if attribution.probes == size else leave_one_out(squares)
             shares = attribution.contribution[row]
@@ -149,14 +150,7 @@ class HiddenTokenAttribution(ChainObserver, SumObserver):
             self.add((stack, chain[place].layer), sums)
 
     def compute(self) -> HiddenTokenAttributionResult:
-        """Average over everything seen.
-
-        Returns:
-            The result, on the CPU.
-
-        Raises:
-            AttnLensError: if nothing was aggregated.
-        """
+        """Average over everything seen; the result is on the CPU."""
         layers, means = self.stacked(contribution_means)
         warn_of_skipped(means["skipped"], layers)
         return attribution_result(layers, self.label_names, means)
@@ -183,11 +177,7 @@ class HiddenTokenAttribution(ChainObserver, SumObserver):
         return self
 
     def add_state(self, state: Mapping[str, Tensor]) -> None:
-        """Add a state to the present one, as if what it saw had been seen here.
-
-        Args:
-            state: what :meth:`state_dict` returned.
-        """
+        """Add a state to the present one, as if what it saw had been seen here."""
         super().add_state(state)
         self._count_passes()
 

@@ -189,14 +189,7 @@ class TokenSaliency(LayerObserver, SumObserver):
         return tuple(forward.saliency() for forward in reversed(self._last))
 
     def compute(self) -> TokenSaliencyResult:
-        """Average over everything seen.
-
-        Returns:
-            The result, on the CPU.
-
-        Raises:
-            AttnLensError: if no gradient was seen.
-        """
+        """Average over everything seen; the result is on the CPU."""
         layers, means = self.stacked(saliency_means)
         warn_of_skipped(means["skipped"], layers)
         return TokenSaliencyResult(layers, self.label_names, **means)

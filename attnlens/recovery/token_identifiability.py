@@ -257,14 +257,7 @@ class TokenIdentifiability(ChainObserver, SumObserver):
         self.store.clear()
 
     def merge(self, other: TokenIdentifiability) -> TokenIdentifiability:
-        """Add what another observer has seen.
-
-        Args:
-            other: of the same settings; left unchanged.
-
-        Returns:
-            This observer.
-        """
+        """Add what another observer of the same settings has seen, and return this one."""
         super().merge(other)
         self.store.merge(other.store)
         return self
@@ -275,11 +268,7 @@ class TokenIdentifiability(ChainObserver, SumObserver):
         return super().state_dict() | stored
 
     def add_state(self, state: Mapping[str, Tensor]) -> None:
-        """Add a state to the present one, as if what it saw had been seen here.
-
-        Args:
-            state: what :meth:`state_dict` returned.
-        """
+        """Add a state to the present one, as if what it saw had been seen here."""
         super().add_state({n: t for n, t in state.items() if not n.startswith(_STORE)})
         self.store.add_state(part_of(state, _STORE))
 

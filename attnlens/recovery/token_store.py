@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,7 +62,7 @@ class TokenStore:
     @property
     def tokens(self) -> int:
         """Number of tokens kept."""
-        return self._tokens
+        return sum(tokens for _, tokens in self._members())
 
     def clear(self) -> None:
         """Forget everything, and remove the files."""
@@ -72,8 +71,6 @@ class TokenStore:
         self._files = {}
         self._written = 0
         self._buffer: list[TokenSequence] = []
-        self._members: list[tuple[int, int]] = []  # heap of (−priority, tokens)
-        self._tokens = 0
         self._cut = _ALL  # priorities from here on are left out
 
     def extend(self, sequences: Iterable[TokenSequence]) -> None:
@@ -85,25 +82,23 @@ class TokenStore:
         Raises:
             InputError: if numbers do not fit into the float16 of a folder; nothing is then taken.
         """
-        cut = self._cut
-        offered = [self._narrowed(s) for s in sequences if s.priority < cut]
-        for sequence in offered:
-            if sequence.priority >= self._cut:
-                continue
-            self._buffer.append(sequence)
-            heapq.heappush(self._members, (-sequence.priority, sequence.tokens))
-            self._tokens += sequence.tokens
-            while self._tokens > self._capacity(sequence):
-                self._forget_from(-self._members[0][0])
-        if self._cut < cut:
-            if cut == _ALL:
-                warnings.warn(
-                    "There are more tokens than may be kept; a random sample of the sequences is. "
-                    "Raise max_tokens or max_bytes to keep more.",
-                    AttnLensWarning,
-                    stacklevel=2,
-                )
-            self._thin_out()
+        offered = [self._narrowed(s) for s in sequences if s.priority < self._cut]
+        if not offered:
+            return
+        self._buffer += offered
+        capacity, total = self._capacity(offered[0]), 0
+        for priority, tokens in sorted(self._members()):
+            total += tokens
+            if total > capacity:
+                if self._cut == _ALL:
+                    warnings.warn(
+                        "There are more tokens than may be kept; a random sample of the sequences "
+                        "is. Raise max_tokens or max_bytes to keep more.",
+                        AttnLensWarning,
+                        stacklevel=2,
+                    )
+                self._leave_out(priority)
+                break
         if self.folder is not None:
             self._flush(self.folder)
 
@@ -163,7 +158,7 @@ class TokenStore:
 
     def identity(self) -> str:
         """Return a digest of which sequences are kept."""
-        priorities = sorted(-negative for negative, _ in self._members)
+        priorities = sorted(priority for priority, _ in self._members())
         return hashlib.blake2b(repr(priorities).encode(), digest_size=16).hexdigest()
 
     def _capacity(self, sequence: TokenSequence) -> int:
@@ -172,17 +167,25 @@ class TokenStore:
         limit = self.max_bytes // (numbers + 8)
         return limit if self.max_tokens is None else min(limit, self.max_tokens)
 
-    def _forget_from(self, cut: int) -> None:
-        """Let go of the sequences with priorities from a number on."""
-        self._cut = cut
-        while self._members and -self._members[0][0] >= cut:
-            self._tokens -= heapq.heappop(self._members)[1]
+    def _members(self) -> Iterator[tuple[int, int]]:
+        """Priority and number of tokens of every sequence kept."""
+        yield from ((s.priority, s.tokens) for s in self._buffer)
+        for members in self._files.values():
+            yield from (member for member in members if member[0] < self._cut)
 
     def _leave_out(self, cut: int) -> None:
-        """Accept that sequences from a priority on were left out elsewhere."""
-        if cut < self._cut:
-            self._forget_from(cut)
-            self._thin_out()
+        """Let go of the sequences with priorities from a number on."""
+        if cut >= self._cut:
+            return
+        self._cut = cut
+        self._buffer = [s for s in self._buffer if s.priority < cut]
+        for path, members in list(self._files.items()):
+            left = sum(tokens for priority, tokens in members if priority < cut)
+            # What is left of a file that is mostly obsolete is taken back into memory.
+            if 2 * left < sum(tokens for _, tokens in members):
+                self._buffer += self._load(path).sequences() if left else []
+                del self._files[path]
+                path.unlink()
 
     def _narrowed(self, sequence: TokenSequence) -> TokenSequence:
         dtype = torch.float32 if self.folder is None else torch.float16
@@ -206,16 +209,6 @@ class TokenStore:
             write_tensors(path, PackedTokens.of(full)._asdict())
             self._files[path] = [(s.priority, s.tokens) for s in full]
             self._buffer = [s for s in self._buffer if s.split != split]
-
-    def _thin_out(self) -> None:
-        """Drop what is obsolete, and take what is left of mostly obsolete files into memory."""
-        self._buffer = [s for s in self._buffer if s.priority < self._cut]
-        for path, members in list(self._files.items()):
-            left = sum(tokens for priority, tokens in members if priority < self._cut)
-            if 2 * left < sum(tokens for _, tokens in members):
-                self._buffer += self._load(path).sequences() if left else []
-                del self._files[path]
-                path.unlink()
 
     def _load(self, path: Path) -> PackedTokens:
         """Read a file, without the sequences that are no longer kept."""
