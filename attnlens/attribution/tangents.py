@@ -4,6 +4,9 @@ A tangent is a direction in the space of hidden states. `push_forward` multiplie
 once by a layer's Jacobian, `pull_back` by its transpose, without ever forming it.
 """
 
+# torch leaves `TorchDispatchMode` untyped.
+# mypy: allow-untyped-calls
+
 from __future__ import annotations
 
 import weakref
