@@ -84,9 +84,8 @@ def tally_not_main(contribution: Tensor, mask: Tensor, members: Tensor | None = 
         1.0
     """
     shares, members = _checked(contribution, mask, members)
-    largest = shares.amax(-2)
-    overtaken = (own_contribution(shares) < largest).double()
-    return _tally_tokens(overtaken.where(~largest.isnan(), torch.nan), members)
+    overtaken = (shares > own_contribution(shares)[..., None, :]).any(-2).double()
+    return _tally_tokens(overtaken.masked_fill(shares.isnan().any(-2), torch.nan), members)
 
 
 def tally_distance(contribution: Tensor, mask: Tensor, members: Tensor | None = None) -> Tally:

@@ -152,6 +152,8 @@ def identified(
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 4.
     """
+    if not mask.shape[1]:
+        return mask.expand(len(guess), -1, -1)
     candidates = normalize(target, dim=-1, eps=_TINY) if distance == "cosine" else target
     closeness = guess @ candidates.mT
     if distance == "l2":

@@ -15,6 +15,7 @@ from attnlens.attribution.jacobian import attribution_norms, hidden_token_attrib
 from attnlens.attribution.sketches import contributions
 from attnlens.attribution.tallies import tally_not_main
 from attnlens.attribution.tangents import push_forward
+from attnlens.capture import HiddenState, LayerCapture
 from tests.support.chains import build_chain
 from tests.support.models import LAYERS, text_inputs
 
@@ -176,6 +177,33 @@ def test_empty_batches_have_empty_matrices(shape: tuple[int, ...], way: str, rev
     assert pushed.shape == (0, 1, 2, 3)
     with pytest.raises(InputError, match="at must hold"):
         hidden_token_attribution([], torch.zeros(shape))
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 6), (2, 0, 6)])
+@pytest.mark.parametrize("way", WAYS)
+def test_empty_batches_count_for_nothing(way: str, shape: tuple[int, ...]) -> None:
+    full = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(2))
+    attribution, saliency = HiddenTokenAttribution(**WAYS[way], keep="matrices"), TokenSaliency()
+    results = []
+    for hidden in (torch.zeros(shape), full):
+        mask, output = torch.ones(hidden.shape[:2], dtype=torch.bool), hidden.tanh()
+        attribution.begin_forward({})
+        attribution.update_layer(
+            LayerCapture("layer.0", "layer.*", 0, hidden, output, mask, torch.tanh)
+        )
+        attribution.end_forward(True)
+        saliency.begin_forward({})
+        receive = saliency.watch_hidden(HiddenState("layer.*", 0, output, mask))
+        assert receive is not None
+        receive(torch.ones_like(output))
+        results.append((attribution.compute(), saliency.compute()))
+    (nothing, no_gradient), (everything, gradient) = results
+    assert not nothing.tokens.any() and nothing.own.isnan().all() and nothing.not_main.isnan().all()
+    assert not no_gradient.tokens.any() and no_gradient.norm.isnan().all()
+    assert everything.tokens.item() == gradient.tokens.item() == 8
+    assert torch.equal(everything.own, torch.ones(1, 1, dtype=torch.float64))
+    torch.testing.assert_close(gradient.norm.item(), 6**0.5)
+    assert [len(matrices.mask) for matrices in attribution.matrices] == [shape[0], 2]
 
 
 # Texts with nothing, or next to nothing, to attribute

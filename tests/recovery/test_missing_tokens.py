@@ -18,6 +18,7 @@ from attnlens import (
 )
 from attnlens.recovery.map_training import MapTraining, train_maps
 from attnlens.recovery.ridge_maps import best_ridge_maps, normal_equations
+from attnlens.recovery.token_maps import identified, recovery_rate
 from tests.recovery.test_token_identifiability import QUICK, TABLE, WIDTH, capture, feed, texts
 
 MASK = torch.ones(2, 5, dtype=torch.bool)
@@ -184,6 +185,16 @@ def test_results_have_the_shapes_they_say(way: str, layers: int) -> None:
     shapes |= dict.fromkeys(("position", "chance"), ())
     for name, tensor in found.items():
         assert tensor.shape == shapes[name] and tensor.dtype == torch.float64, name
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4)])
+def test_nothing_is_identified_where_there_is_nothing(shape: tuple[int, ...]) -> None:
+    target, mask = torch.zeros(shape), torch.ones(shape[:2], dtype=torch.bool)
+    batch = (torch.zeros(3, *shape), target, mask)
+    for distance in ("cosine", "l2"):
+        for offset in (0, 1):
+            assert identified(*batch, distance, offset).shape == (3, *shape[:2])
+            assert recovery_rate([batch], distance, offset).isnan().all()
 
 
 # What is not right is said by the functions themselves
