@@ -146,7 +146,7 @@ def hidden_token_attribution(
 
     both_real = real[:, source_index, None] & real[:, None, target_index]  # [B, S, T]
     squares = squares.masked_fill(~both_real, 0.0)
-    finite = chain.finite(depths) & squares.isfinite().all(0).flatten(-2).all(-1)  # [L, B]
+    finite = chain.finite(depths) & squares.sum(0).isfinite().flatten(-2).all(-1)  # [L, B]
     squares = squares.masked_fill(~finite[..., None, None] & both_real, torch.nan)
     norms = squares.sum(0).sqrt_()
     return Attribution(

@@ -153,6 +153,17 @@ def test_derivatives_that_are_not_finite_are_reported() -> None:
     assert found.norm[0, 0].isfinite().all() and found.norm[0, 1].isnan().all()
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_norms_that_overflow_are_reported(way: str) -> None:
+    """The square of each probe's image is finite in float32, or not; their sum is not."""
+    hidden = torch.ones(2, 1, 4)
+    scale = torch.tensor([[[1.0]], [[1.5e19]]])
+    found = hidden_token_attribution([lambda state: scale * state], hidden, **WAYS[way])
+    assert found.norm[0, 0].isfinite().all()
+    assert found.norm[0, 1].isnan().all() == (way != "spectral")
+    assert found.contribution[0, :, 0, 0].isnan().tolist() == [False, way != "spectral"]
+
+
 def test_norms_and_contributions_of_nan_are_nan() -> None:
     tangents = torch.randn(2, 3, 2, 4, 3, generator=torch.Generator().manual_seed(0))
     tangents[1, 0, 1, 2, 0] = torch.nan
