@@ -22,7 +22,7 @@ def share_histogram(shares: Tensor, members: Tensor) -> Tensor:
 
     Example:
         >>> counts = share_histogram(torch.tensor([[0.75, 0.5]]), torch.ones(1, 2, 1).bool())
-        >>> counts.nonzero()[:, 1] / HISTOGRAM_BINS
+        >>> counts.nonzero()[:, 1] / 4096
         tensor([0.5000, 0.7500])
     """
     bins = (shares.double() * HISTOGRAM_BINS).nan_to_num(0.0).long()
