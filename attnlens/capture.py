@@ -105,7 +105,7 @@ class LayerCapture:
         name: qualified name of the layer's module.
         stack: the name with its indices replaced by `*`.
         layer: index in its stack, counted by call where a module is shared.
-        hidden: `[B, K, M]`, what entered the layer.
+        hidden: `[B, K, M]`, what entered the layer; a copy.
         output: `[B, K, M]`, what left it.
         mask: `[B, K]` bool, the real tokens.
         rerun: the layer as a function of its hidden state alone, every other argument as it was;

@@ -12,6 +12,25 @@ from attnlens.algebra.softmax import attention_weights
 from attnlens.attention.gates import head_importance
 from attnlens.attention.label_sums import LabelMeans
 from attnlens.attention.of_tensors import head_statistics, label_attention
+from attnlens.attribution.box_plots import box_statistics, share_histogram
+from attnlens.attribution.jacobian import Attribution, attribution_norms, hidden_token_attribution
+from attnlens.attribution.sketches import (
+    contributions,
+    jackknife_error,
+    seed_tangents,
+    source_probes,
+)
+from attnlens.attribution.tallies import (
+    Tally,
+    layer_profile,
+    tally_distance,
+    tally_labels,
+    tally_not_main,
+    tally_offset,
+    tally_own,
+)
+from attnlens.attribution.tangents import pull_back, push_forward
+from attnlens.attribution.token_gradients import TokenGradients, token_saliency
 from attnlens.identifiability.dimensions import (
     Identifiability,
     identifiability,
@@ -27,6 +46,10 @@ from attnlens.identifiability.witnesses import (
     simplex_witness,
     softmax_witness,
 )
+from attnlens.observer import label_members
+from attnlens.recovery.map_training import train_maps
+from attnlens.recovery.ridge_maps import NormalEquations, best_ridge_maps, normal_equations
+from attnlens.recovery.token_maps import Maps, apply_map, identified, map_loss, recovery_rate
 
 __all__ = [
     # effective attention
@@ -44,12 +67,44 @@ __all__ = [
     "softmax_dimension",
     "softmax_threshold",
     "softmax_witness",
+    # attribution
+    "attribution_norms",
+    "box_statistics",
+    "contributions",
+    "hidden_token_attribution",
+    "jackknife_error",
+    "label_members",
+    "layer_profile",
+    "pull_back",
+    "push_forward",
+    "seed_tangents",
+    "share_histogram",
+    "source_probes",
+    "tally_distance",
+    "tally_labels",
+    "tally_not_main",
+    "tally_offset",
+    "tally_own",
+    "token_saliency",
+    # recovery of tokens from hidden states
+    "apply_map",
+    "best_ridge_maps",
+    "identified",
+    "map_loss",
+    "normal_equations",
+    "recovery_rate",
+    "train_maps",
     # what they return
+    "Attribution",
     "Identifiability",
     "LabelMeans",
+    "Maps",
+    "NormalEquations",
     "RealisabilityRank",
     "RowFactor",
     "SimplexWitness",
     "SoftmaxWitness",
+    "Tally",
+    "TokenGradients",
     "ValueBasis",
 ]

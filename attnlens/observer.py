@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -217,6 +218,68 @@ class LayerObserver(Observer):
         """
 
 
+class ChainObserver(LayerObserver):
+    """An observer of whole stacks, whose layers are gathered until the forward pass has completed.
+
+    It is told of each run of a stack: a siamese model runs one twice in a pass.
+    """
+
+    def __init__(self, layers: Iterable[int] | None = None) -> None:
+        super().__init__(layers)
+        self._chains: list[list[LayerCapture]] = []
+        self._inputs: Mapping[str, Any] = {}
+
+    @abstractmethod
+    def update_chain(self, chain: Sequence[LayerCapture], inputs: Mapping[str, Any]) -> None:
+        """Take a run of a stack into account.
+
+        Args:
+            chain: its layers in order, at least one.
+            inputs: the model's arguments by name.
+        """
+
+    def begin_forward(self, inputs: Mapping[str, Any]) -> None:
+        """Begin to gather layers.
+
+        Args:
+            inputs: the model's arguments by name.
+        """
+        self._chains, self._inputs = [], inputs
+
+    def update_layer(self, layer: LayerCapture) -> None:
+        """Keep a layer until the pass ends.
+
+        Args:
+            layer: the call.
+        """
+        chain = next((c for c in reversed(self._chains) if c[0].stack == layer.stack), None)
+        if layer.link == "first" or chain is None:
+            chain = []
+            self._chains.append(chain)
+        elif layer.link == "next":
+            chain[-1] = replace(chain[-1], output=layer.hidden)  # one copy of the two will do
+        # A copy, because what comes next may change it in place.
+        chain.append(replace(layer, output=layer.output.clone()))
+
+    def end_forward(self, completed: bool) -> None:
+        """Take the runs of a completed pass into account.
+
+        Args:
+            completed: False if the pass was interrupted; nothing is then counted.
+        """
+        chains, self._chains = self._chains, []
+        inputs, self._inputs = self._inputs, {}
+        for chain in chains if completed else ():
+            self.update_chain(chain, inputs)
+
+    def _nothing(self) -> str:
+        """What to say where nothing was seen."""
+        return (
+            f"{type(self).__name__} has seen no complete forward pass of the layers it was asked "
+            f"for. Run the model inside `with Lens(...)`, and check `layers`."
+        )
+
+
 class GradientObserver(Observer):
     """An observer that is also told the gradient of the loss with respect to each context.
 
@@ -324,16 +387,19 @@ class SumObserver(Observer):
         """Turn the sums of every layer into fields, and stack these over the layers.
 
         Args:
-            fields: from the sums of a layer to its fields, `[H, ...]`; H may differ by layer.
+            fields: from the sums of a layer to its fields, `[H, ...]`, where H may differ by
+                layer, or scalars.
 
         Returns:
             The layers in order, and the fields `[L, H, ...]` with NaN for heads that a layer does
-            not have.
+            not have, or `[L]`.
         """
         layers = self.seen()
         rows = [fields(sums) for sums in layers.values()]
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
         return tuple(layers), {
-            name: pad_sequence([row[name] for row in rows], True, torch.nan) for name in rows[0]
+            name: pad_sequence(parts, True, torch.nan) if parts[0].dim() else torch.stack(parts)
+            for name, parts in columns.items()
         }
 
     def ordered(self) -> list[LayerKey]:
@@ -377,20 +443,72 @@ def is_summed(quantity: str) -> bool:
     return _suffix(quantity) not in _COMBINE
 
 
-def warn_of_skipped(skipped: Tensor, layers: Sequence[LayerKey]) -> None:
-    """Warn the caller of `compute` where examples were left out, naming the first place.
+def checked_labels(labels: Tensor | None, real: Tensor) -> Tensor:
+    """Check the labels of tokens; without labels, all tokens share label 0.
 
     Args:
-        skipped: number of examples left out, `[L, H]`; NaN counts as none.
-        layers: stack and layer of each row.
+        labels: integer label of every token, `[B, K]`, or None.
+        real: `[B, K]`, as many as there are tokens.
+
+    Returns:
+        `[B, K]` int64, on the device of `real`.
+
+    Raises:
+        InputError: if labels are no integers, or not as many.
+    """
+    if labels is None:
+        return torch.zeros_like(real, dtype=torch.int64)
+    if labels.shape != real.shape or labels.is_floating_point() or labels.is_complex():
+        raise InputError(
+            f"labels must be integers, one for each token, [B, K] = {list(real.shape)}. Got "
+            f"{list(labels.shape)}, {labels.dtype}."
+        )
+    return labels.to(real.device, torch.int64)
+
+
+def label_members(labels: Tensor | None, real: Tensor, groups: int) -> Tensor:
+    """Tell which real tokens have which label.
+
+    Args:
+        labels: integer label of every token, `[B, K]`; tokens whose label is not in 0 … G − 1 are
+            members of none. None: all tokens share label 0.
+        real: `[B, K]` bool, the real tokens.
+        groups: G, the number of labels.
+
+    Returns:
+        `[B, K, G]` bool.
+
+    Raises:
+        InputError: if labels are no integers, or not as many as there are tokens.
+
+    Example:
+        >>> real = torch.tensor([[True, True, False]])
+        >>> label_members(torch.tensor([[1, 0, 1]]), real, 2).int().tolist()
+        [[[0, 1], [1, 0], [0, 0]]]
+    """
+    every = torch.arange(groups, device=real.device)
+    return (checked_labels(labels, real)[..., None] == every) & real[..., None]
+
+
+def warn_of_skipped(
+    skipped: Tensor, layers: Sequence[LayerKey] = (), what: str = "example"
+) -> None:
+    """Warn the caller of `compute` where something was left out, naming the first place.
+
+    Args:
+        skipped: how many were, `[L]` or `[L, H]`; NaN counts as none.
+        layers: stack and layer of each row; none to leave the place out.
+        what: was left out.
     """
     places = (skipped > 0).nonzero().tolist()
     if places:
-        row, head = places[0]
-        stack, layer = layers[row]
+        row, *heads = places[0]
+        place = f", first in {layers[row][0]} layer {layers[row][1]}" if layers else ""
+        place += "".join(f", head {head}" for head in heads)
+        count = int(skipped.nan_to_num().max())
         warnings.warn(
-            f"{int(skipped.nan_to_num().max())} example(s) held NaN or Inf and were left out, "
-            f"first in {stack} layer {layer}, head {head}. Check the model's inputs.",
+            f"{count} {what}(s) held NaN or Inf and were left out{place}. Check the "
+            f"model's inputs.",
             AttnLensWarning,
             stacklevel=3,
         )

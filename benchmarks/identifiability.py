@@ -13,14 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, mse_loss
 
-from attnlens.recovery.map_training import MapTraining, Tokens, train_maps
-from attnlens.recovery.token_maps import (
-    Distance,
-    MapKind,
-    best_ridge_maps,
-    glorot_parameters,
-    normal_equations,
-)
+from attnlens.recovery.map_training import MapTraining, train_maps
+from attnlens.recovery.packed_tokens import Tokens
+from attnlens.recovery.ridge_maps import best_ridge_maps, normal_equations
+from attnlens.recovery.token_maps import Distance, MapKind, glorot_parameters
 from benchmarks.registry import Check, Comparison, Step, case, seconds
 
 TOKENS, HELD_OUT = 2048, 512

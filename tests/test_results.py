@@ -223,7 +223,7 @@ def test_a_table_of_saliency_is_by_label():
         model(**models.inputs("bert")).last_hidden_state.sum().backward()
     result = saliency.compute()
     table = result.to_pandas()
-    assert list(table.columns) == ["tokens", "norm", "product", "magnitude"]
+    assert list(table.columns) == ["tokens", "skipped", "norm", "product", "magnitude"]
     assert table.loc[(*result.layers[0], "all"), "norm"] == result.norm[0, 0].item()
 
 

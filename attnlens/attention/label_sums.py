@@ -16,7 +16,6 @@ from attnlens.algebra.factors import SharedFactor
 from attnlens.algebra.problem import Problem
 from attnlens.algebra.rowwise import RowFactor
 from attnlens.algebra.values import repeated
-from attnlens.errors import InputError
 from attnlens.kernels.torch_gram import selected_rows
 
 
@@ -32,32 +31,6 @@ class LabelMeans(NamedTuple):
     effective: Tensor
 
 
-def label_members(labels: Tensor | None, keys: Tensor, num_labels: int) -> Tensor:
-    """Tell which real keys have which label.
-
-    Args:
-        labels: integer label of every key, `[B, K]`; keys whose label is not in 0 … G − 1 are
-            left out. None: all keys share label 0.
-        keys: `[B, H or 1, K]` bool, the real keys.
-        num_labels: G.
-
-    Returns:
-        `[B, K, G]` bool, True where any head has a real key of that label.
-
-    Raises:
-        InputError: if the labels are not integers `[B, K]`.
-    """
-    real = keys.any(1)
-    labels = torch.zeros_like(real, dtype=torch.int64) if labels is None else labels
-    if labels.shape != real.shape or labels.is_floating_point() or labels.is_complex():
-        raise InputError(
-            f"labels must be integers, one for each key, [B, K] = {list(real.shape)}. Got "
-            f"{list(labels.shape)}, {labels.dtype}."
-        )
-    every = torch.arange(num_labels, device=real.device)
-    return (labels.to(real.device)[..., None] == every) & real[..., None]
-
-
 def label_means(problem: Problem, members: Tensor) -> LabelMeans:
     """Average raw and effective attention to each label over query rows.
 
@@ -65,7 +38,7 @@ def label_means(problem: Problem, members: Tensor) -> LabelMeans:
 
     Args:
         problem: the call.
-        members: `[B, K, G]` bool M, from :func:`label_members`.
+        members: `[B, K, G]` bool M, from :func:`~attnlens.observer.label_members`.
 
     Returns:
         The means; NaN for examples without a row that counts.

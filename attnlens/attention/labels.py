@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from attnlens.algebra.problem import Problem, problem
-from attnlens.attention.label_sums import LabelMeans, label_means, label_members
+from attnlens.attention.label_sums import LabelMeans, label_means
 from attnlens.capture import Capture
 from attnlens.errors import InputError
 from attnlens.kernels.ranks import require_rtol
-from attnlens.observer import Labels, SumObserver, Sums, warn_of_skipped
+from attnlens.observer import Labels, SumObserver, Sums, label_members, warn_of_skipped
 from attnlens.results import LayeredResult, LayerKey
 from attnlens.saving import storable
 
@@ -126,7 +126,7 @@ class LabelAttention(SumObserver):
         """
         posed = problem(capture, self.rtol)
         labels = self._computed if callable(self.labels) else self.labels
-        members = label_members(labels, capture.support.keys, len(self.label_names))
+        members = label_members(labels, capture.support.keys.any(1), len(self.label_names))
         means = label_means(posed, members)
         self.add((capture.stack, capture.layer), _sums(capture, posed, means, members))
 

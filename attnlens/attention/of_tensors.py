@@ -7,9 +7,10 @@ from torch import Tensor
 
 from attnlens.algebra.null_space import null_space
 from attnlens.algebra.problem import Problem, plain_problem
-from attnlens.attention.label_sums import LabelMeans, label_means, label_members
+from attnlens.attention.label_sums import LabelMeans, label_means
 from attnlens.attention.statistics import example_fields
 from attnlens.errors import InputError
+from attnlens.observer import label_members
 
 
 @torch.no_grad()
@@ -92,7 +93,7 @@ def label_attention(
         tensor([[[0.4000, 0.4000]]], dtype=torch.float64)
     """
     posed = _posed(attention, value, mask, projection, None, cross)
-    return label_means(posed, label_members(labels, posed.support.keys, num_labels))
+    return label_means(posed, label_members(labels, posed.support.keys.any(1), num_labels))
 
 
 def _posed(

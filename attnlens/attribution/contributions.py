@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from attnlens.attribution.tallies import box_statistics
+from attnlens.attribution.tallies import layer_profile
 from attnlens.observer import Sums
 from attnlens.results import LayeredResult, LayerKey, Result
 from attnlens.saving import storable
@@ -17,6 +18,8 @@ from attnlens.saving import storable
 @dataclass(frozen=True, eq=False, repr=False)
 class AttributionMatrices(Result):
     """Contributions to the hidden states of one stack in one forward pass; on the CPU.
+
+    Examples with NaN or Inf in what enters or leaves a layer hold NaN from that layer on.
 
     Attributes:
         stack: the stack of layers.
@@ -48,8 +51,7 @@ class AttributionMatrices(Result):
     @property
     def nbytes(self) -> int:
         """Memory of the tensors, in bytes."""
-        tensors = (self.contribution, self.norm, self.standard_error, self.mask)
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
 
 @storable()
@@ -67,6 +69,8 @@ class HiddenTokenAttributionResult(LayeredResult):
         layers: `(stack, layer)` of each of the L rows.
         labels: names of the G labels.
         tokens: number of target tokens, `[L, G]`.
+        skipped: number of examples left out because a hidden state or a derivative held NaN or
+            Inf, at this layer or before, `[L]`.
         own: mean contribution of a token to its own hidden state, `[L, G]` in `[0, 1]`.
         own_error: standard error of `own`, `[L, G]`.
         own_box: lower whisker, first quartile, median, third quartile and upper whisker of the
@@ -89,6 +93,7 @@ class HiddenTokenAttributionResult(LayeredResult):
     layers: tuple[LayerKey, ...]
     labels: tuple[str, ...]
     tokens: Tensor
+    skipped: Tensor
     own: Tensor
     own_error: Tensor
     own_box: Tensor
@@ -113,25 +118,21 @@ class HiddenTokenAttributionResult(LayeredResult):
     }
 
 
-def layer_means(sums: Sums) -> Sums:
-    """Turn the sums of a layer into fields of the result.
+def attribution_result(
+    layers: tuple[LayerKey, ...], labels: tuple[str, ...], means: Sums
+) -> HiddenTokenAttributionResult:
+    """Complete the averages of all layers.
 
     Args:
-        sums: sums, variances and counts over target tokens, by label.
+        layers: stack and layer of each row.
+        labels: names of the labels.
+        means: fields of :func:`~attnlens.attribution.aggregates.contribution_means`, `[L, G, …]`.
 
     Returns:
-        Means and errors by the name of the field, on the device of the sums.
+        The result.
     """
-    tokens = sums["tokens"]  # [G, 1]
-    counts = {"own": tokens, "distance": sums["pairs"], "offset": tokens, "by_label": tokens}
-    means = {name: sums[name] / count for name, count in counts.items()}
-    errors = {
-        f"{name}_error": sums[f"{name}_variance"].sqrt() / count for name, count in counts.items()
-    }
-    scalar = {"own", "own_error"}
-    return {
-        "tokens": tokens[:, 0],
-        "own_box": box_statistics(sums["histogram"]),
-        "not_main": sums["not_main"][:, 0] / tokens[:, 0],
-        **{name: t[:, 0] if name in scalar else t for name, t in (means | errors).items()},
-    }
+    profile = torch.empty_like(means["distance"])
+    for stack in {stack for stack, _ in layers}:
+        rows = torch.tensor([key[0] == stack for key in layers])
+        profile[rows] = layer_profile(means["distance"][rows])
+    return HiddenTokenAttributionResult(layers, labels, distance_profile=profile, **means)

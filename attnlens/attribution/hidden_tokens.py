@@ -3,54 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from attnlens.attribution.aggregates import contribution_means, contribution_sums
 from attnlens.attribution.contributions import (
     AttributionMatrices,
     HiddenTokenAttributionResult,
-    layer_means,
+    attribution_result,
 )
 from attnlens.attribution.jacobian import (
     Attribution,
     Norm,
-    contributions,
+    check_norm,
     hidden_token_attribution,
-    leave_one_out,
 )
-from attnlens.attribution.tallies import (
-    jackknife_total,
-    layer_profile,
-    own_histogram,
-    tally_distance,
-    tally_labels,
-    tally_not_main,
-    tally_offset,
-    tally_own,
-)
+from attnlens.attribution.sketches import leave_one_out
 from attnlens.capture import LayerCapture
 from attnlens.errors import InputError, MemoryBoundError, UnsupportedAttentionError
-from attnlens.observer import Labels, LayerObserver, SumObserver, Sums
+from attnlens.observer import ChainObserver, Labels, SumObserver, label_members, warn_of_skipped
 
 
-@dataclass(frozen=True, eq=False)
-class _Step:
-    """What is kept of a layer until the forward pass ends."""
-
-    name: str
-    layer: int
-    chosen: bool
-    hidden: Tensor
-    rerun: Callable[[Tensor], Tensor]
-    obstacle: str
-
-
-class HiddenTokenAttribution(SumObserver, LayerObserver):
+class HiddenTokenAttribution(ChainObserver, SumObserver):
     """Contribution of every input token to every hidden state, inside the model's own forward.
 
     What enters the first layer of a stack are the sources. Tangents are pushed along the layers at
@@ -111,11 +89,7 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
             )
         if probes is not None and probes < 1:
             raise InputError(f"probes must be positive, or None for exact. Got {probes}.")
-        if norm not in ("fro", "spectral") or (norm == "spectral" and probes is not None):
-            raise InputError(
-                f"norm must be 'fro', or 'spectral' with probes=None. Got {norm!r} and "
-                f"probes={probes}."
-            )
+        check_norm(norm, exact=probes is None)
         self.probes = probes
         self.sources = sources
         self.targets = targets
@@ -130,8 +104,6 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
         self.matrices: list[AttributionMatrices] = []
         self._place = 0
         self._passes: Counter[str] = Counter()
-        self._chains: list[tuple[str, Tensor, list[_Step]]] = []
-        self._labels: Tensor | None = None
 
     @property
     def unsaved(self) -> str:
@@ -147,58 +119,41 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
         self._place = place
         self._passes = Counter()
 
-    def begin_forward(self, inputs: Mapping[str, Any]) -> None:
-        """Find the labels of the tokens to come.
+    def update_chain(self, chain: Sequence[LayerCapture], inputs: Mapping[str, Any]) -> None:
+        """Attribute the hidden states of a run of a stack.
 
         Args:
+            chain: its layers in order.
             inputs: the model's arguments by name.
-        """
-        self._chains = []
-        self._labels = self.labels(inputs) if callable(self.labels) else self.labels
-
-    def update_layer(self, layer: LayerCapture) -> None:
-        """Keep the input of a layer until the pass ends.
-
-        Args:
-            layer: the call.
-        """
-        chain = next((c for c in reversed(self._chains) if c[0] == layer.stack), None)
-        if layer.link == "first" or chain is None:
-            chain = (layer.stack, layer.mask, [])
-            self._chains.append(chain)
-        steps = chain[2]
-        obstacle = _obstacle(layer, steps)
-        step = _Step(layer.name, layer.layer, layer.chosen, layer.hidden, layer.rerun, obstacle)
-        steps.append(step)
-
-    def end_forward(self, completed: bool) -> None:
-        """Attribute the hidden states of a completed pass.
-
-        Args:
-            completed: False if the pass was interrupted; nothing is then counted.
-        """
-        chains, self._chains = self._chains, []
-        labels, self._labels = self._labels, None
-        for stack, mask, steps in chains if completed else ():
-            self._attribute(stack, mask, steps, labels)
-
-    def compute(self) -> HiddenTokenAttributionResult:
-        """Average over everything seen.
-
-        Returns:
-            The result, on the CPU.
 
         Raises:
-            AttnLensError: if nothing was aggregated.
+            UnsupportedAttentionError: if tokens cannot be followed along the layers.
+            InputError: if labels are not as many as there are tokens.
         """
-        keys, means = self.stacked(layer_means)
-        profile = torch.empty_like(means["distance"])
-        for stack in {stack for stack, _ in keys}:
-            of_stack = [row for row, key in enumerate(keys) if key[0] == stack]
-            profile[of_stack] = layer_profile(means["distance"][of_stack])
-        return HiddenTokenAttributionResult(
-            keys, self.label_names, distance_profile=profile, **means
-        )
+        at = [i for i, layer in enumerate(chain) if self._is_wanted(layer, len(chain))]
+        if not at:
+            return
+        stack, mask, size = chain[0].stack, chain[0].mask, chain[0].hidden.shape[-1]
+        labels = self.labels(inputs) if callable(self.labels) else self.labels
+        members = label_members(labels, mask, len(self.label_names))
+        attribution = self._attribute(chain[: at[-1] + 1], at)
+        self._passes[stack] += 1
+        if self.keep == "matrices":
+            self._keep_matrices(chain, at, attribution)
+        aggregated = self.sources is None and self.targets is None
+        for row, place in enumerate(at if aggregated else ()):
+            squares = attribution.squares[:, row]
+            replicates = squares[:0] if attribution.probes == size else leave_one_out(squares)
+            shares = attribution.contribution[row]
+            sums = contribution_sums(shares, replicates, size, mask, members, self.radius)
+            sums["passes"] = torch.ones(1, dtype=torch.float64)
+            self.add((stack, chain[place].layer), sums)
+
+    def compute(self) -> HiddenTokenAttributionResult:
+        """Average over everything seen; the result is on the CPU."""
+        layers, means = self.stacked(contribution_means)
+        warn_of_skipped(means["skipped"], layers)
+        return attribution_result(layers, self.label_names, means)
 
     def reset(self) -> None:
         """Forget everything seen."""
@@ -215,18 +170,14 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
         Returns:
             This observer.
         """
-        self._require_room(other.matrices)
+        self._require_room(getattr(other, "matrices", ()))
         super().merge(other)
         self.matrices += other.matrices
         self._count_passes()
         return self
 
     def add_state(self, state: Mapping[str, Tensor]) -> None:
-        """Add a state to the present one, as if what it saw had been seen here.
-
-        Args:
-            state: what :meth:`state_dict` returned.
-        """
+        """Add a state to the present one, as if what it saw had been seen here."""
         super().add_state(state)
         self._count_passes()
 
@@ -236,34 +187,25 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
     def _nothing(self) -> str:
         if self.sources is not None or self.targets is not None:
             return "Contributions of chosen sources or targets are not aggregated: read `matrices`."
-        return (
-            "HiddenTokenAttribution has seen no complete forward pass of the layers it was asked "
-            "for. Run the model inside `with Lens(...)`, and check `layers`."
-        )
+        return super()._nothing()
 
     def _count_passes(self) -> None:
         for (stack, _), sums in self.sums.items():
             self._passes[stack] = max(self._passes[stack], int(sums["passes"]))
 
-    def _attribute(
-        self, stack: str, mask: Tensor, steps: list[_Step], labels: Tensor | None
-    ) -> None:
-        """Attribute the hidden states of one chain."""
-        at = [place for place, step in enumerate(steps) if self._is_wanted(step, len(steps))]
-        if not at:
-            return
-        steps = steps[: at[-1] + 1]
-        obstacle = next((step.obstacle for step in steps if step.obstacle), "")
+    def _attribute(self, chain: Sequence[LayerCapture], at: list[int]) -> Attribution:
+        """Attribute what leaves some layers of a chain."""
+        stack, obstacle = chain[0].stack, _obstacle(chain)
         if obstacle:
             raise UnsupportedAttentionError(
                 f"The layers {stack} are no chain of hidden states [B, K, M], along which tokens "
                 f"could be followed: {obstacle}."
             )
         with _refusing(stack):
-            attribution = hidden_token_attribution(
-                [step.rerun for step in steps],
-                [step.hidden for step in steps],
-                mask=mask,
+            return hidden_token_attribution(
+                [layer.rerun for layer in chain],
+                [*(layer.hidden for layer in chain), chain[-1].output],
+                mask=chain[0].mask,
                 probes=self.probes,
                 sources=self.sources,
                 targets=self.targets,
@@ -272,72 +214,33 @@ class HiddenTokenAttribution(SumObserver, LayerObserver):
                 seed=self.seed + self._place + self._passes[stack],
                 memory_budget=self.memory_budget,
             )
-        self._passes[stack] += 1
-        indices = tuple(steps[place].layer for place in at)
-        if self.keep == "matrices":
-            self._keep_matrices(stack, indices, attribution, mask)
-        if self.sources is None and self.targets is None:
-            hidden_size = steps[0].hidden.shape[-1]
-            for row, index in enumerate(indices):
-                squares = attribution.squares[:, row]
-                self.add((stack, index), self._sums(squares, hidden_size, mask, labels))
 
-    def _is_wanted(self, step: _Step, depth: int) -> bool:
+    def _is_wanted(self, layer: LayerCapture, depth: int) -> bool:
         wanted = self.layers
-        return step.chosen and (
-            wanted is None or step.layer in wanted or step.layer - depth in wanted
+        return layer.chosen and (
+            wanted is None or layer.layer in wanted or layer.layer - depth in wanted
         )
 
-    def _sums(self, squares: Tensor, hidden_size: int, mask: Tensor, labels: Tensor | None) -> Sums:
-        """Sums and counts of one layer over the tokens of a batch, from squares `[k, B, K, K]`."""
-        groups = len(self.label_names)
-        labels = torch.zeros_like(mask, dtype=torch.long) if labels is None else labels
-        members = (mask, labels.to(mask.device), groups)
-        contribution = contributions(squares.sum(0).sqrt())
-        every = contribution[None]
-        if self.probes is not None and self.probes < hidden_size:
-            every = torch.cat([every, leave_one_out(squares)])  # [1 + k, B, K, K]
-        tallies = {
-            "own": tally_own(every, *members),
-            "distance": tally_distance(every, *members),
-            "offset": tally_offset(every, *members, radius=self.radius),
-            "by_label": tally_labels(every, *members),
-        }
-        not_main = tally_not_main(contribution, *members)
-        sums = {
-            "passes": torch.ones(1, dtype=torch.float64),
-            "tokens": not_main.count,
-            "not_main": not_main.total,
-            "histogram": own_histogram(contribution, *members),
-            "pairs": tallies["distance"].count,
-        }
-        for name, tally in tallies.items():
-            sums[name], sums[f"{name}_variance"] = jackknife_total(tally.total, hidden_size)
-        return sums
-
     def _keep_matrices(
-        self, stack: str, layers: tuple[int, ...], attribution: Attribution, mask: Tensor
+        self, chain: Sequence[LayerCapture], at: list[int], attribution: Attribution
     ) -> None:
+        names = ("contribution", "norm", "standard_error", "sources", "targets")
         matrices = AttributionMatrices(
-            stack,
-            layers,
-            contribution=attribution.contribution.cpu(),
-            norm=attribution.norm.cpu(),
-            standard_error=attribution.standard_error.cpu(),
-            mask=mask.to("cpu", copy=True),
-            sources=attribution.sources.cpu(),
-            targets=attribution.targets.cpu(),
+            chain[0].stack,
+            tuple(chain[place].layer for place in at),
+            mask=chain[0].mask.to("cpu", copy=True),
             reverse=attribution.reverse,
+            **{name: getattr(attribution, name).cpu() for name in names},
         )
         self._require_room([matrices])
         self.matrices.append(matrices)
 
     def _require_room(self, more: Sequence[AttributionMatrices]) -> None:
         needed = sum(matrices.nbytes for matrices in more)
-        kept = sum(matrices.nbytes for matrices in self.matrices)
-        if kept + needed > self.max_bytes:
+        present = sum(matrices.nbytes for matrices in self.matrices)
+        if present + needed > self.max_bytes:
             raise MemoryBoundError(
-                f"Keeping matrices of {needed:,} bytes on top of {kept:,} crosses "
+                f"Keeping matrices of {needed:,} bytes on top of {present:,} crosses "
                 f"max_bytes={self.max_bytes:,}. Choose fewer layers or targets, call reset() "
                 f"between batches, or raise max_bytes."
             )
@@ -357,14 +260,16 @@ def _refusing(stack: str) -> Iterator[None]:
         ) from error
 
 
-def _obstacle(layer: LayerCapture, before: Sequence[_Step]) -> str:
-    """Why tokens cannot be followed into or through a layer; empty if they can."""
-    entered, left = list(layer.hidden.shape), list(layer.output.shape)
-    if len(entered) != 3:
-        return f"the hidden states of {layer.name} are {entered}"
-    if entered != left:
-        return f"{layer.name} turns {entered} into {left}"
-    if layer.link == "broken":
-        source = before[-1].name if before else "the layer before"
-        return f"what enters {layer.name} is not what left {source}"
+def _obstacle(chain: Sequence[LayerCapture]) -> str:
+    """Why tokens cannot be followed through a chain; empty if they can."""
+    source = "the layer before"
+    for layer in chain:
+        entered, left = list(layer.hidden.shape), list(layer.output.shape)
+        if len(entered) != 3:
+            return f"the hidden states of {layer.name} are {entered}"
+        if entered != left:
+            return f"{layer.name} turns {entered} into {left}"
+        if layer.link == "broken":
+            return f"what enters {layer.name} is not what left {source}"
+        source = layer.name
     return ""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from attnlens.attribution.token_gradients import (
+    TokenGradients,
+    saliency_means,
+    saliency_sums,
+    token_saliency,
+)
 from attnlens.capture import HiddenState
-from attnlens.errors import InputError
-from attnlens.observer import Labels, LayerObserver, SumObserver, Sums
+from attnlens.observer import Labels, LayerObserver, SumObserver, label_members, warn_of_skipped
 from attnlens.results import LayeredResult, LayerKey, Result
 from attnlens.saving import storable
 
@@ -22,6 +27,8 @@ from attnlens.saving import storable
 @dataclass(frozen=True, eq=False, repr=False)
 class PassSaliency(Result):
     """Saliency of the tokens of one forward pass, example by example.
+
+    Tokens with NaN or Inf in their hidden state or its gradient hold NaN or Inf.
 
     Attributes:
         layers: `(stack, layer)` of each state; layer -1 is what entered the first one.
@@ -63,6 +70,8 @@ class TokenSaliencyResult(LayeredResult):
         layers: `(stack, layer)` of each of the L rows; layer -1 is what entered the first one.
         labels: names of the G labels.
         tokens: number of tokens by label, `[L, G]`.
+        skipped: number of examples left out because a hidden state or its gradient held NaN or
+            Inf, `[L]`.
         norm: mean `‖∂loss/∂e_i‖` by label, `[L, G]`, at least 0.
         product: mean gradient × input by label, `[L, G]`.
         magnitude: mean absolute gradient × input by label, `[L, G]`, at least 0.
@@ -74,6 +83,7 @@ class TokenSaliencyResult(LayeredResult):
     layers: tuple[LayerKey, ...]
     labels: tuple[str, ...]
     tokens: Tensor
+    skipped: Tensor
     norm: Tensor
     product: Tensor
     magnitude: Tensor
@@ -98,17 +108,16 @@ class _Pass:
 
     labels: Tensor | None = None
     watched: set[LayerKey] = field(default_factory=set)
-    norm: dict[LayerKey, Tensor] = field(default_factory=dict)
-    product: dict[LayerKey, Tensor] = field(default_factory=dict)
+    gradients: dict[LayerKey, TokenGradients] = field(default_factory=dict)
 
     def saliency(self) -> PassSaliency:
         """The values in the order of the layers; gradients arrive from the last one."""
-        keys = tuple(reversed(self.norm))
-        values = ([kept[key].cpu() for key in keys] for kept in (self.norm, self.product))
-        return PassSaliency(keys, *(tuple(tensors) for tensors in values))
+        keys = tuple(reversed(self.gradients))
+        norm, product = zip(*(self.gradients[key] for key in keys), strict=True)
+        return PassSaliency(keys, tuple(t.cpu() for t in norm), tuple(t.cpu() for t in product))
 
 
-class TokenSaliency(SumObserver, LayerObserver):
+class TokenSaliency(LayerObserver, SumObserver):
     """Gradient norm and gradient × input of every token at every layer.
 
     The gradients are those of the `backward()` that the user calls inside the lens, scaled as the
@@ -161,6 +170,9 @@ class TokenSaliency(SumObserver, LayerObserver):
 
         Returns:
             What takes the gradient, or None if the layer is not looked at.
+
+        Raises:
+            InputError: if labels are not as many as there are tokens.
         """
         if self.layers is not None and state.layer not in self.layers:
             return None
@@ -168,33 +180,19 @@ class TokenSaliency(SumObserver, LayerObserver):
         if key in self._current.watched:  # a stack that runs twice, as in siamese models
             self._current = _Pass(self._current.labels)
         self._current.watched.add(key)
-        of = self._current
-        return lambda gradient: self._receive(of, state, gradient)
+        members = label_members(self._current.labels, state.mask, len(self.label_names))
+        return partial(self._receive, self._current, state, members)
 
     @property
     def last(self) -> tuple[PassSaliency, ...]:
         """Saliency of the forward passes that the latest backward pass went through, in order."""
-        return tuple(reversed([seen.saliency() for seen in self._last]))
+        return tuple(forward.saliency() for forward in reversed(self._last))
 
     def compute(self) -> TokenSaliencyResult:
-        """Average over everything seen.
-
-        Returns:
-            The result, on the CPU.
-
-        Raises:
-            AttnLensError: if no gradient was seen.
-        """
-        keys, sums = self.stacked(lambda sums: sums)
-        by_label = sums["by_label"] / sums["tokens"][:, None]  # [L, 3, G]
-        by_position = sums["by_position"] / sums["positions"][:, None]  # [L, 3, P]
-        return TokenSaliencyResult(
-            keys,
-            self.label_names,
-            sums["tokens"],
-            *by_label.unbind(1),
-            *by_position.unbind(1),
-        )
+        """Average over everything seen; the result is on the CPU."""
+        layers, means = self.stacked(saliency_means)
+        warn_of_skipped(means["skipped"], layers)
+        return TokenSaliencyResult(layers, self.label_names, **means)
 
     def reset(self) -> None:
         """Forget everything seen."""
@@ -207,36 +205,17 @@ class TokenSaliency(SumObserver, LayerObserver):
             "check `layers`."
         )
 
-    def _receive(self, of: _Pass, state: HiddenState, gradient: Tensor) -> None:
+    def _receive(
+        self, forward: _Pass, state: HiddenState, members: Tensor, gradient: Tensor
+    ) -> None:
         """Take the gradient of one hidden state."""
-        hidden, gradient = state.hidden.double(), gradient.double()
-        norm = gradient.norm(dim=-1).masked_fill(~state.mask, 0.0)
-        product = (gradient * hidden).sum(-1).masked_fill(~state.mask, 0.0)
+        gradients = token_saliency(state.hidden, gradient, state.mask)
         key = (state.stack, state.layer)
-        self.add(key, self._sums(torch.stack([norm, product, product.abs()]), state.mask, of))
+        self.add(key, saliency_sums(gradients, state.mask, members, self.positions))
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward, self._last = backward, []
-        if of not in self._last:
-            of.norm, of.product = {}, {}
-            self._last.append(of)
-        of.norm[key], of.product[key] = norm, product
-
-    def _sums(self, quantities: Tensor, mask: Tensor, of: _Pass) -> Sums:
-        """Sums by label and by position of quantities `[3, B, K]`."""
-        labels = torch.zeros_like(mask, dtype=torch.long) if of.labels is None else of.labels
-        if labels.shape != mask.shape:
-            raise InputError(
-                f"labels must have the shape of the tokens, {list(mask.shape)}. "
-                f"Got {list(labels.shape)}."
-            )
-        groups = torch.arange(len(self.label_names), device=mask.device)
-        members = ((labels.to(mask.device)[..., None] == groups) & mask[..., None]).double()
-        kept = min(mask.shape[1], self.positions)
-        room = (0, self.positions - kept)
-        return {
-            "by_label": torch.einsum("qbk,bkg->qg", quantities, members),
-            "by_position": pad(quantities[..., :kept].sum(1), room),
-            "tokens": members.sum((0, 1)),
-            "positions": pad(mask[:, :kept].sum(0).double(), room),
-        }
+        if forward not in self._last:
+            forward.gradients = {}
+            self._last.append(forward)
+        forward.gradients[key] = gradients

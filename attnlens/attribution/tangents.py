@@ -1,10 +1,14 @@
 """Bundles of tangents, and how one layer of a model carries them.
 
-A tangent is a direction in the space of hidden states. ``push_forward`` multiplies many of
-them at once by a layer's Jacobian, ``pull_back`` by its transpose, without ever forming it.
+A tangent is a direction in the space of hidden states. `push_forward` multiplies many of them at
+once by a layer's Jacobian, `pull_back` by its transpose, without ever forming it.
 """
 
-import math
+# torch leaves `TorchDispatchMode` untyped.
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,82 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from attnlens.errors import InputError
 
 Layer = Callable[[Tensor], Tensor]
-"""A map of hidden states, [B, K, M] to [B, K, M], with every other argument bound."""
-
-
-def source_probes(
-    hidden_size: int,
-    probes: int | None = None,
-    positions: Sequence[int] = (0,),
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """Draw orthogonal probes ω of length √(M/k), for which Σ‖Jω‖² is an estimate of ‖J‖²_F.
-
-    The estimate is unbiased, and exact when k = M. Every token has probes of its own, and
-    neighbouring tokens share a basis while it lasts, ⌊M/k⌋ of them. Blocks of the Jacobian are
-    alike from token to token: with the same probes for all, their errors would not average out
-    over tokens, and with separate directions they nearly cancel.
-
-    The global random state is left alone, and a seed gives the same probes on every device.
-
-    Args:
-        hidden_size: M, the number of components of a hidden state.
-        probes: k, the number of probes per token; ``None`` means M, the coordinate axes.
-        positions: positions of the tokens, [S].
-        seed: seed of the probes.
-        dtype: floating dtype of the result.
-        device: device of the result.
-
-    Returns:
-        Probes as rows, [S, k, M].
-
-    Raises:
-        InputError: if ``probes`` lies outside 1 … M.
-    """
-    if probes is None or probes == hidden_size:
-        axes = torch.eye(hidden_size, dtype=dtype, device=device)
-        return axes.expand(len(positions), -1, -1)
-    if not 1 <= probes <= hidden_size:
-        raise InputError(
-            f"probes must lie between 1 and the hidden size, {hidden_size} "
-            f"(None means exact). Got {probes}."
-        )
-    generator = torch.Generator().manual_seed(seed)
-    served = hidden_size // probes  # tokens that one basis serves
-    rows = torch.empty(len(positions), probes, hidden_size, dtype=torch.float64)
-    for first in range(0, max(positions) + 1, served):
-        shape = (hidden_size, served * probes)
-        gaussian = torch.randn(shape, generator=generator, dtype=torch.float64)
-        places = {p - first: row for row, p in enumerate(positions) if first <= p < first + served}
-        if places:
-            needed = gaussian[:, : (max(places) + 1) * probes]
-            frames = torch.linalg.qr(needed).Q.mT.unflatten(0, (-1, probes))
-            rows[list(places.values())] = frames[list(places)]
-    return rows.mul_(math.sqrt(hidden_size / probes)).to(device, dtype)
-
-
-def seed_tangents(hidden: Tensor, positions: Tensor, probes: Tensor) -> Tensor:
-    """Place the probes of every given token at it.
-
-    Examples do not influence one another, so one tangent carries the token at a position of
-    every example of the batch.
-
-    Args:
-        hidden: hidden states, [B, K, M]; only shape, dtype and device are used.
-        positions: token positions, [S].
-        probes: probes of each token as rows, [S, k, M].
-
-    Returns:
-        Tangents, [S, k, B, K, M], zero except at their own token.
-    """
-    batch, tokens, size = hidden.shape
-    tangents = hidden.new_zeros(*probes.shape[:2], batch, tokens, size)
-    rows = torch.arange(len(positions), device=hidden.device)
-    tangents[rows, :, :, positions] = probes[:, :, None].to(hidden)  # left side: [S, k, B, M]
-    return tangents
+"""A map of hidden states, `[B, K, M]` to `[B, K, M]`, with every other argument bound."""
 
 
 def push_forward(
@@ -107,7 +36,7 @@ def push_forward(
     memory_budget: int = 2**28,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Push tangents through a layer: J t, with J the layer's Jacobian at ``hidden``.
+    """Push tangents through a layer: J t, with J the layer's Jacobian at `hidden`.
 
     Works with gradients recorded or not and in inference mode, records none, and draws no
     random numbers.
@@ -115,21 +44,30 @@ def push_forward(
     Args:
         layer: the layer as a function of its hidden state alone. It is called once per chunk:
             dropout must be off, and it must not write a cache.
-        hidden: the layer's actual input, [B, K, M].
-        tangents: tangents at that input, [..., B, K, M].
-        memory_budget: bytes that may be held beside ``tangents`` and the result. One tangent
-            is the smallest chunk, whatever it takes.
-        out: contiguous tensor that receives the result. ``tangents`` itself may be given,
-            which saves a second bundle.
+        hidden: the layer's actual input, `[B, K, M]`.
+        tangents: tangents at that input, `[..., B, K, M]`.
+        memory_budget: bytes that may be held beside `tangents` and the result. One tangent is
+            the smallest chunk, whatever it takes.
+        out: contiguous tensor that receives the result. `tangents` itself may be given, which
+            saves a second bundle.
 
     Returns:
-        Tangents at the layer's output, [..., B, K, M].
+        Tangents at the layer's output, `[..., B, K, M]`.
+
+    Raises:
+        InputError: if the layer changes the shape of its hidden state, or draws random numbers.
+
+    Example:
+        >>> hidden, tangents = torch.full((1, 1, 2), 3.0), torch.eye(2)[:, None, None]
+        >>> push_forward(torch.square, hidden, tangents)[:, 0, 0].tolist()
+        [[6.0, 0.0], [0.0, 6.0]]
     """
     hidden = hidden.detach()
 
     def push(tangent: Tensor) -> Tensor:
         # Under autocast the dtype may change from layer to layer; a tangent follows its primal.
-        return jvp(layer, (hidden,), (tangent.to(hidden.dtype),))[1]
+        pushed: Tensor = jvp(layer, (hidden,), (tangent.to(hidden.dtype),))[1]
+        return pushed
 
     return _in_chunks(push, tangents, memory_budget, out)
 
@@ -142,24 +80,34 @@ def pull_back(
     memory_budget: int = 2**28,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Pull cotangents back through a layer: Jᵀ t, with J the layer's Jacobian at ``hidden``.
+    """Pull cotangents back through a layer: Jᵀ t, with J the layer's Jacobian at `hidden`.
 
     Args:
         layer: the layer, as for :func:`push_forward`.
-        hidden: the layer's actual input, [B, K, M].
-        cotangents: cotangents at the layer's output, [..., B, K, M].
+        hidden: the layer's actual input, `[B, K, M]`.
+        cotangents: cotangents at the layer's output, `[..., B, K, M]`.
         memory_budget: bytes, as for :func:`push_forward`.
-        out: contiguous tensor that receives the result; may be ``cotangents``.
+        out: contiguous tensor that receives the result; may be `cotangents`.
 
     Returns:
-        Cotangents at the layer's input, [..., B, K, M].
+        Cotangents at the layer's input, `[..., B, K, M]`.
+
+    Raises:
+        InputError: as :func:`push_forward` does.
+
+    Example:
+        >>> weight = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
+        >>> hidden, cotangents = torch.zeros(1, 1, 2), torch.tensor([[[[1.0, 0.0]]]])
+        >>> pull_back(lambda state: state @ weight, hidden, cotangents).tolist()
+        [[[[1.0, 0.0]]]]
     """
     hidden = hidden.detach()
 
     def pull(cotangent: Tensor) -> Tensor:
         linearised = vjp(layer, hidden)
         output, transpose = linearised[0], linearised[1]
-        return transpose(cotangent.to(output.dtype))[0]
+        pulled: Tensor = transpose(cotangent.to(output.dtype))[0]
+        return pulled
 
     return _in_chunks(pull, cotangents, memory_budget, out)
 
@@ -169,10 +117,10 @@ def layer_output(layer: Layer, hidden: Tensor) -> Tensor:
 
     Args:
         layer: the layer, as for :func:`push_forward`.
-        hidden: the layer's input, [B, K, M].
+        hidden: the layer's input, `[B, K, M]`.
 
     Returns:
-        The layer's output, [B, K, M].
+        The layer's output, `[B, K, M]`.
     """
     # Mapped over a dummy, because inside vmap a random operation raises instead of drawing.
     run = vmap(lambda _: layer(hidden), out_dims=None)
@@ -236,7 +184,7 @@ class _PeakMemory(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._live = 0
-        self._known = WeakIdKeyDictionary()
+        self._storages = WeakIdKeyDictionary()
 
     def __torch_dispatch__(
         self,
@@ -245,20 +193,21 @@ class _PeakMemory(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        for _ in self._unknown_storages((args, kwargs)):
-            pass  # known from here on: inputs and parameters are not held by the operation
+        for _ in self._new_storages((args, kwargs)):
+            pass  # inputs and parameters are not held by the operation
         result = func(*args, **(kwargs or {}))
-        for storage in self._unknown_storages(result):
+        for storage in self._new_storages(result):
             self._live += storage.nbytes()
             weakref.finalize(storage, self._release, storage.nbytes())
         self.peak = max(self.peak, self._live)
         return result
 
-    def _unknown_storages(self, tree: Any) -> Iterator[torch.UntypedStorage]:
+    def _new_storages(self, tree: Any) -> Iterator[torch.UntypedStorage]:
+        """Storages met for the first time."""
         for leaf in tree_iter(tree):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage() not in self._known:
+            if isinstance(leaf, Tensor) and leaf.untyped_storage() not in self._storages:
                 storage = leaf.untyped_storage()
-                self._known[storage] = None
+                self._storages[storage] = None
                 yield storage
 
     def _release(self, size: int) -> None:

@@ -20,7 +20,7 @@ from attnlens.corpus.settings import OnError, Settings
 from attnlens.errors import InputError
 from attnlens.recipes.corpus_scan import scan_corpus
 from attnlens.recipes.ingredients import reader
-from attnlens.recovery.token_identifiability import TokenIdentifiabilityResult
+from attnlens.recovery import TokenIdentifiabilityResult
 from attnlens.reporting.tables import explanation, head_table, layer_table, rates_table
 from attnlens.results import LayeredResult
 

@@ -15,11 +15,7 @@ from attnlens.errors import AttnLensError, CaptureError, InputError
 from attnlens.identifiability.of_captures import identify, simplex_witness, softmax_witness
 from attnlens.lens import Lens, record
 from attnlens.recipes.ingredients import Progress, reader, run_batches, silent
-from attnlens.recovery.map_training import MapTraining
-from attnlens.recovery.token_identifiability import (
-    TokenIdentifiability,
-    TokenIdentifiabilityResult,
-)
+from attnlens.recovery import MapTraining, TokenIdentifiability, TokenIdentifiabilityResult
 from attnlens.recovery.token_maps import Distance, MapKind
 from attnlens.results import plain
 from attnlens.texts.loading import TextModel, TokenisedTexts

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnlens.attribution.hidden_tokens import HiddenTokenAttribution
+from attnlens.attribution.tallies import own_contribution, tally_not_main
 from attnlens.errors import InputError
 from attnlens.lens import Lens
 from attnlens.recipes.ingredients import Progress, reader, silent
@@ -37,12 +38,13 @@ class SentenceAttribution:
     @property
     def own(self) -> Tensor:
         """Contribution of every token to itself, `[L, n]`."""
-        return self.contribution.diagonal(dim1=-2, dim2=-1)
+        return own_contribution(self.contribution)
 
     @property
     def not_main(self) -> Tensor:
-        """Share of tokens that are not their own main contributor, `[L]`."""
-        return (self.own < self.contribution.amax(-2)).double().mean(-1)
+        """Share of tokens that are not their own main contributor, `[L]`; NaN if any is."""
+        mask = torch.ones(1, len(self.tokens), dtype=torch.bool)
+        return tally_not_main(self.contribution[:, None], mask).mean()[:, 0, 0]
 
     def layer(self, index: int) -> int:
         """Count a layer from the first.

@@ -3,99 +3,49 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from attnlens.errors import AttnLensError, AttnLensWarning, InputError
-from attnlens.observer import Labels
-from attnlens.recovery.map_training import MapTraining
-from attnlens.recovery.token_collector import ENTERED, SPLITS, TokenCollector
-from attnlens.recovery.token_maps import Distance, MapKind, NormalEquations
-from attnlens.recovery.token_rates import (
-    Counts,
-    Maps,
-    Target,
-    fit_maps,
-    held_out,
-    recovery_rate,
-    solve_maps,
-    stored_equations,
+from attnlens.capture import LayerCapture
+from attnlens.errors import AttnLensError, InputError, UnsupportedAttentionError
+from attnlens.observer import (
+    ChainObserver,
+    Labels,
+    SumObserver,
+    checked_labels,
+    part_of,
+    warn_of_skipped,
 )
-from attnlens.recovery.token_store import TEST, TRAIN, VALIDATION, TokenStore
-from attnlens.results import LayeredResult, LayerKey
-from attnlens.saving import storable
+from attnlens.recovery.map_training import MapTraining
+from attnlens.recovery.packed_tokens import (
+    SPLITS,
+    TEST,
+    TRAIN,
+    VALIDATION,
+    PackedTokens,
+    Target,
+    entered_sums,
+    equation_sums,
+    fingerprint,
+)
+from attnlens.recovery.recovery_result import TokenIdentifiabilityResult
+from attnlens.recovery.token_maps import Distance, MapKind
+from attnlens.recovery.token_rates import Recovery
+from attnlens.recovery.token_store import TokenStore
 
 Solver = Literal["auto", "adam", "closed"]
 
+ENTERED = -1
+"""The layer under which sums over what entered the first one are kept."""
 
-@storable()
-@dataclass(frozen=True, repr=False)
-class TokenIdentifiabilityResult(LayeredResult):
-    """Rates at which tokens of the test split are identified; all in `[0, 1]`.
-
-    Tensors are float64 on the CPU, with one row per layer; NaN where there was nothing to count.
-
-    Attributes:
-        layers: `(stack, layer)` of each of the L rows.
-        map: `"naive"`, `"linear"` or `"mlp"`.
-        distance: `"cosine"` or `"l2"`.
-        labels: names of the G labels.
-        offsets: offsets of the neighbours, −k … −1, 1 … k.
-        sequences: number of sequences in the train, validation and test splits, `[3]`.
-        tokens: number of tokens in them, `[3]`.
-        rate: tokens identified from the layer on which the map was trained, `[L]`.
-        error: standard error of `rate` over test sequences, `[L]`.
-        transfer: tokens identified by the map of each layer, first, from the hidden states of
-            each layer, second, `[L, L]`.
-        by_label: `rate` by label, `[L, G]`.
-        neighbours: tokens whose neighbour at each offset is identified, by maps trained for that,
-            `[L, 2k]`.
-        words: control: rate when the targets are word embeddings, without position or anything
-            else, by maps trained for that, `[L]`. Any position of the same word is right.
-        position: control: rate of a guess that knows the position and nothing else, the mean
-            input embedding at that position, a scalar.
-        rescaled: control: `rate` after every hidden state is multiplied by a random number, `[L]`.
-        rotated: control: `rate` after every hidden state is turned in a random direction, `[L]`.
-        chance: rate of guessing a token of the sequence at random, a scalar.
-        loss: loss on the validation split, `[L]`; NaN for the naive map.
-        epochs: epochs of training until that loss, `[L]`; NaN where there was none.
-        ridge: ridge term of a map in closed form, `[L]`; NaN elsewhere.
-    """
-
-    layers: tuple[LayerKey, ...]
-    map: MapKind
-    distance: Distance
-    labels: tuple[str, ...]
-    offsets: tuple[int, ...]
-    sequences: Tensor
-    tokens: Tensor
-    rate: Tensor
-    error: Tensor
-    transfer: Tensor
-    by_label: Tensor
-    neighbours: Tensor
-    words: Tensor
-    position: Tensor
-    rescaled: Tensor
-    rotated: Tensor
-    chance: Tensor
-    loss: Tensor
-    epochs: Tensor
-    ridge: Tensor
-
-    axes: ClassVar = {"layer": "layers"}
-    ends: ClassVar = {"by_label": "labels", "neighbours": "offsets"}
-    apart = frozenset({"sequences", "tokens"})
-    shown = ("rate",)
+_STORE = "store."
 
 
-class TokenIdentifiability(TokenCollector):
+class TokenIdentifiability(ChainObserver, SumObserver):
     """Rates at which input tokens are recovered from the hidden states of every layer.
 
     While the model runs, sequences with their hidden states are collected, up to a limit beyond
@@ -139,6 +89,8 @@ class TokenIdentifiability(TokenCollector):
         are not in the paper.
     """
 
+    alike = ("seed", "split", "streams", "offsets", "positions", "stored", "label_names")
+
     def __init__(
         self,
         map: MapKind = "linear",
@@ -165,21 +117,22 @@ class TokenIdentifiability(TokenCollector):
                 f"rescaling must be at least 1, angle in [0, 180], neighbours at least 0 and "
                 f"positions at least 1. Got {rescaling}, {angle}, {neighbours}, {positions}."
             )
+        if len(split) != 3 or min(split) <= 0 or abs(sum(split) - 1) > 1e-9:
+            raise InputError(f"split must be three positive shares that sum to one. Got {split}.")
+        super().__init__(layers)
         self._choose(map, distance, solver)
-        super().__init__(
-            layers,
-            words=words,
-            offsets=tuple(offset for offset in range(-neighbours, neighbours + 1) if offset),
-            labels=labels,
-            split=split,
-            seed=seed,
-            positions=positions,
-            streams=self.closed,
-            stored=(TEST,) if self.closed or map == "naive" else (TRAIN, VALIDATION, TEST),
-            store=TokenStore(max_tokens, max_bytes, folder),
-        )
+        self.words = words
+        self.offsets = tuple(offset for offset in range(-neighbours, neighbours + 1) if offset)
+        self.labels = labels
         self.label_names = tuple(label_names)
         self.rescaling, self.angle = rescaling, angle
+        self.split = split
+        self.seed = seed
+        self.positions = positions
+        self.streams = self.closed
+        needed = (TEST,) if self.closed or map == "naive" else (TRAIN, VALIDATION, TEST)
+        self.stored: tuple[int, ...] = needed
+        self.store = TokenStore(max_tokens, max_bytes, folder)
         self.training = MapTraining() if training is None else training
 
     def using(
@@ -216,6 +169,46 @@ class TokenIdentifiability(TokenCollector):
             )
         return other
 
+    def update_chain(self, chain: Sequence[LayerCapture], inputs: Mapping[str, Any]) -> None:
+        """Collect the sequences of a run of a stack.
+
+        Args:
+            chain: its layers in order.
+            inputs: the model's arguments by name.
+
+        Raises:
+            UnsupportedAttentionError: if a layer changes the number or the width of the tokens, or
+                other layers ran than before.
+            InputError: if labels or token ids are not as many as there are tokens.
+        """
+        layers = self._layers_of(chain)
+        if not layers:
+            return
+        stack, entered, mask = chain[0].stack, chain[0].hidden, chain[0].mask
+        hidden = torch.stack([entered, *(layer.output for layer in layers)])[:, mask]
+        ids = inputs.get("input_ids")
+        ids = ids if isinstance(ids, Tensor) and ids.shape == mask.shape else None
+        words = self._word_embeddings(ids, mask)
+        labels = self.labels(inputs) if callable(self.labels) else self.labels
+        lengths, content = mask.sum(1), entered[mask].half() if ids is None else ids[mask]
+        places = self._places(content, lengths)
+        packed = PackedTokens(hidden, words, checked_labels(labels, mask)[mask], lengths, *places)
+        finite = torch.ones_like(mask)
+        # In the float32 of the store, which is narrower than the float64 of some models.
+        of_hidden, of_words = (part.float().isfinite().all(-1) for part in (hidden, words))
+        finite[mask] = of_hidden.all(0) & of_words
+        skipped = ~finite.all(1)
+        packed = packed.select(~skipped & mask.any(1))
+        targets: list[Target] = [0, *self.offsets]
+        targets += ["words"] if self.words is not None else []
+        stored = torch.isin(packed.split, torch.tensor(self.stored, device=mask.device))
+        sums = entered_sums(packed, self.positions) | {"skipped": skipped.sum().double()}
+        sums |= equation_sums(packed, targets if self.streams else [])
+        self.store.extend(packed.select(stored).sequences())
+        self.add((stack, ENTERED), sums)
+        for layer in layers:
+            self.add((stack, layer.layer), {"tokens": packed.lengths.sum().double()})
+
     def compute(self) -> TokenIdentifiabilityResult:
         """Train the maps and count what they identify.
 
@@ -225,58 +218,59 @@ class TokenIdentifiability(TokenCollector):
         Raises:
             AttnLensError: if no sequence was seen, or a split is empty.
         """
-        keys = self.layer_keys()
-        entered = {name: t.cpu() for name, t in self.sums[(keys[0][0], ENTERED)].items()}
+        sums = self.seen()
+        stacks = [stack for stack, layer in sums if layer == ENTERED]
+        if len(stacks) > 1:
+            raise AttnLensError(
+                f"Tokens of different stacks were seen: {', '.join(stacks)}. Look at one of them: "
+                f"pass Lens the part of the model, or kinds=."
+            )
+        entered = sums.pop((stacks[0], ENTERED))
+        warn_of_skipped(entered["skipped"][None], what="sequence")
         for place, name in enumerate(SPLITS):
-            seen = int(entered["sequences"][place])
-            if not seen or (place in self.stored and not self.store.shards(place)):
+            count = int(entered["sequences"][place])
+            if not count or (place in self.stored and not self.store.shards(place)):
                 raise AttnLensError(
-                    f"The {name} split is empty: {seen} of {int(entered['sequences'].sum())} "
+                    f"The {name} split is empty: {count} of {int(entered['sequences'].sum())} "
                     f"sequences seen belong to it. Run more text through the model, or change "
                     f"seed, split or max_tokens."
                 )
-        if entered["skipped"] > 0:
-            warnings.warn(
-                f"{int(entered['skipped'])} sequence(s) held NaN or Inf and were left out. Check "
-                f"the model's inputs.",
-                AttnLensWarning,
-                stacklevel=2,
-            )
-        own = self._fit(0, keys)
-        mean_entered = entered["position_sum"] / entered["position_count"][:, None]
-        layers = len(keys)
-        neighbours = torch.empty(layers, 0, dtype=torch.float64)
-        if self.offsets:
-            neighbours = torch.stack([self._recovered(o, keys) for o in self.offsets], 1)
-        return TokenIdentifiabilityResult(
-            tuple(keys),
-            self.map,
-            self.distance,
-            self.label_names,
-            self.offsets,
-            sequences=entered["sequences"],
-            tokens=entered["tokens"],
-            neighbours=neighbours,
-            words=self._recovered("words", keys),
-            loss=own.loss.double().expand(layers),
-            epochs=own.epochs.double().expand(layers),
-            ridge=own.ridge.double().expand(layers),
-            **self._counts(own, mean_entered.float()).rates(),
-        )
+        return Recovery(
+            map=self.map,
+            distance=self.distance,
+            closed=self.closed,
+            training=self.training,
+            seed=self.seed,
+            rescaling=self.rescaling,
+            angle=self.angle,
+            labels=self.label_names,
+            offsets=self.offsets,
+            layers=tuple(sums),
+            entered=entered,
+            streams=self.streams,
+            store=self.store,
+        ).result()
 
-    def _counts(self, own: Maps, mean_entered: Tensor) -> Counts:
-        """Count the hits of maps among the test sequences."""
-        counts = Counts(own.parameters, self.distance, len(self.label_names))
-        generator = torch.Generator().manual_seed(self.seed)
-        for batch in held_out(self.store):
-            counts.add(
-                batch,
-                mean_entered=mean_entered,
-                rescaling=self.rescaling,
-                angle=self.angle,
-                generator=generator,
-            )
-        return counts
+    def reset(self) -> None:
+        """Forget everything seen, and remove the files."""
+        super().reset()
+        self.store.clear()
+
+    def merge(self, other: TokenIdentifiability) -> TokenIdentifiability:
+        """Add what another observer of the same settings has seen, and return this one."""
+        super().merge(other)
+        self.store.merge(other.store)
+        return self
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the sums and the sequences on the CPU; in memory, also from a folder."""
+        stored = {f"{_STORE}{name}": t for name, t in self.store.state_dict().items()}
+        return super().state_dict() | stored
+
+    def add_state(self, state: Mapping[str, Tensor]) -> None:
+        """Add a state to the present one, as if what it saw had been seen here."""
+        super().add_state({n: t for n, t in state.items() if not n.startswith(_STORE)})
+        self.store.add_state(part_of(state, _STORE))
 
     def _choose(self, map: MapKind, distance: Distance, solver: Solver) -> None:
         if map not in ("naive", "linear", "mlp") or distance not in ("cosine", "l2"):
@@ -294,30 +288,43 @@ class TokenIdentifiability(TokenCollector):
         self.distance: Distance = distance
         self.closed = solvable and solver != "adam"
 
-    def _fit(self, target: Target, keys: list[LayerKey]) -> Maps:
-        """Fit the maps of all layers to a target."""
-        if self.map == "naive":
-            return Maps((), *[torch.tensor(torch.nan)] * 3)
-        if not self.closed:
-            return fit_maps(self.store, target, self.map, self.distance, self.training, self.seed)
-        if not self.streams:
-            train, validation = (
-                stored_equations(self.store, split, target) for split in (TRAIN, VALIDATION)
+    def _layers_of(self, chain: Sequence[LayerCapture]) -> list[LayerCapture]:
+        """The layers to look at, which must be those of the runs before and keep all tokens."""
+        stack, entered = chain[0].stack, list(chain[0].hidden.shape)
+        for layer in chain:
+            left = list(layer.output.shape)
+            if len(left) != 3 or left != entered:
+                raise UnsupportedAttentionError(
+                    f"{layer.name} leaves {left} of {entered} that entered {stack}, so its tokens "
+                    f"are not those of the input."
+                )
+        wanted = [c for c in chain if c.chosen and (self.layers is None or c.layer in self.layers)]
+        layers = sorted(wanted, key=lambda layer: layer.layer)
+        indices = [layer.layer for layer in layers]
+        before = sorted(index for name, index in self.sums if name == stack and index != ENTERED)
+        if layers and before and before != indices:
+            raise UnsupportedAttentionError(
+                f"Layers {indices} of {stack} ran where {before} had run before. Turn off "
+                f"LayerDrop, for instance with model.eval()."
             )
-            return solve_maps(train, validation)
-        sums = [self.sums[key] for key in keys]
-        stacked = (
-            torch.stack([layer[f"{target}.{name}"] for layer in sums], 1).cpu()
-            for name in NormalEquations._fields
-        )
-        train, validation = (NormalEquations(*parts) for parts in zip(*stacked, strict=True))
-        return solve_maps(train, validation)
+        return layers
 
-    def _recovered(self, target: Target, keys: list[LayerKey]) -> Tensor:
-        """Rate at which a target other than the own input embedding is recovered, `[L]`."""
-        entered = self.sums[(keys[0][0], ENTERED)]
-        width, words = entered["position_sum"].shape[1], int(entered["word_width_max"])
-        if target == "words" and (not words or (self.map == "naive" and words != width)):
-            return torch.full((len(keys),), torch.nan, dtype=torch.float64)
-        maps = self._fit(target, keys)
-        return recovery_rate(self.store, maps.parameters, target, self.distance)
+    def _word_embeddings(self, ids: Tensor | None, mask: Tensor) -> Tensor:
+        """Word embeddings of the real tokens, `[N, W]`."""
+        if self.words is None:
+            return torch.zeros(int(mask.sum()), 0, device=mask.device)
+        if ids is None:
+            raise InputError(
+                f"words needs the model to be called with input_ids {list(mask.shape)}. Pass "
+                f"them, or leave words out."
+            )
+        return self.words(ids).detach()[mask]
+
+    def _places(self, content: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Priorities and splits of sequences, `[S]`, by the content of their tokens."""
+        train, validation, _ = self.split
+        sequences = torch.split(content.cpu(), lengths.tolist())
+        places = [fingerprint(part.numpy().tobytes(), self.seed) for part in sequences]
+        splits = [(place >= train) + (place >= train + validation) for place, _ in places]
+        priorities = [priority for _, priority in places]
+        return lengths.new_tensor(priorities), lengths.new_tensor(splits)

@@ -8,12 +8,12 @@ layers are computed together: parameters have a leading dimension L.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, normalize
 
 MapKind = Literal["naive", "linear", "mlp"]
 Distance = Literal["cosine", "l2"]
@@ -22,8 +22,21 @@ Parameters = tuple[Tensor, ...]
 _TINY = 1e-30
 _SHORT = 1e-8  # as in torch.nn.functional.cosine_similarity
 
-RIDGES = tuple(10.0**power for power in range(-10, 1))
-"""Ridge terms tried, relative to the mean variance of a coordinate of the hidden states."""
+
+class Maps(NamedTuple):
+    """Maps of all layers to one target, and how they came about; NaN where that does not apply.
+
+    Attributes:
+        parameters: `(weight [L, M, M'], bias [L, M'])`, or two such pairs; none for `"naive"`.
+        loss: on the validation split, `[L]`.
+        epochs: of training until that loss, `[L]`.
+        ridge: ridge term of a map in closed form, `[L]`.
+    """
+
+    parameters: Parameters
+    loss: Tensor
+    epochs: Tensor
+    ridge: Tensor
 
 
 def glorot_parameters(
@@ -46,6 +59,10 @@ def glorot_parameters(
     Returns:
         `(weight [L, M, M'], bias [L, M'])`, or two such pairs; none for `"naive"`.
 
+    Example:
+        >>> [list(part.shape) for part in glorot_parameters("mlp", (4, 3), layers=2, width=8)]
+        [[2, 4, 8], [2, 8], [2, 8, 3], [2, 3]]
+
     References:
         Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural
         networks", AISTATS 2010.
@@ -53,10 +70,9 @@ def glorot_parameters(
     inputs, outputs = sizes
     steps = {"naive": [], "linear": [(inputs, outputs)], "mlp": [(inputs, width), (width, outputs)]}
     parameters: list[Tensor] = []
-    for rows, columns in steps[kind]:
-        bound = math.sqrt(6 / (rows + columns))
-        weight = (2 * torch.rand(rows, columns, generator=generator) - 1) * bound
-        parameters += [weight.repeat(layers, 1, 1), torch.zeros(layers, columns)]
+    for shape in steps[kind]:
+        weight = torch.nn.init.xavier_uniform_(torch.empty(shape), generator=generator)
+        parameters += [weight.repeat(layers, 1, 1), torch.zeros(layers, shape[1])]
     return tuple(parameters)
 
 
@@ -69,6 +85,11 @@ def apply_map(parameters: Parameters, hidden: Tensor) -> Tensor:
 
     Returns:
         `[L, N, M']`.
+
+    Example:
+        >>> double = (2 * torch.eye(2)[None], torch.tensor([[0.0, 1.0]]))
+        >>> apply_map(double, torch.ones(1, 1, 2)).tolist()
+        [[[2.0, 3.0]]]
     """
     guess = hidden
     for place in range(0, len(parameters), 2):
@@ -87,17 +108,24 @@ def map_loss(guess: Tensor, target: Tensor, distance: Distance) -> Tensor:
             coordinate.
 
     Returns:
-        `[L]`.
+        `[L]`, in `[0, 2]` for the cosine, at least 0 for l2.
+
+    Example:
+        >>> guess, target = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[3.0, 0.0]])
+        >>> map_loss(guess, target, "cosine"), map_loss(guess, target, "l2")
+        (tensor([0.4000]), tensor([8.]))
     """
-    if distance == "cosine":
-        unit = target / target.norm(dim=-1, keepdim=True).clamp_min(_SHORT)
-        length = torch.linalg.vector_norm(guess, dim=-1).clamp_min(_SHORT)
-        return 1 - (torch.linalg.vecdot(guess, unit) / length).mean(-1)
-    return (guess - target).square().mean((-2, -1))
+    if distance == "l2":
+        return (guess - target).square().mean((-2, -1))
+    # Targets normalised once for all layers save a tenth of a training step.
+    unit = normalize(target, dim=-1, eps=_SHORT)
+    length: Tensor = torch.linalg.vector_norm(guess, dim=-1)
+    cosine: Tensor = torch.linalg.vecdot(guess, unit) / length.clamp_min(_SHORT)
+    return 1 - cosine.mean(-1)
 
 
 def identified(
-    guess: Tensor, target: Tensor, mask: Tensor, distance: Distance, offset: int = 0
+    guess: Tensor, target: Tensor, mask: Tensor, distance: Distance = "cosine", offset: int = 0
 ) -> Tensor:
     """Tell for which tokens the nearest target of the sequence is the right one.
 
@@ -113,16 +141,26 @@ def identified(
 
     Returns:
         `[L, S, K]` bool; False where there is no token, no target or no finite guess.
+
+    Example:
+        >>> target, mask = torch.eye(3)[None], torch.ones(1, 3, dtype=torch.bool)
+        >>> identified(target.roll(1, 1)[None], target, mask).tolist()
+        [[[False, False, False]]]
+        >>> identified(target.roll(1, 1)[None], target, mask, offset=-1).tolist()
+        [[[False, True, True]]]
+
+    References:
+        Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 4.
     """
-    candidates = target
-    if distance == "cosine":
-        candidates = target / target.norm(dim=-1, keepdim=True).clamp_min(_TINY)
+    if not mask.shape[1]:
+        return mask.expand(len(guess), -1, -1)
+    candidates = normalize(target, dim=-1, eps=_TINY) if distance == "cosine" else target
     closeness = guess @ candidates.mT
     if distance == "l2":
         closeness = 2 * closeness - target.square().sum(-1)[:, None]
     nearest = closeness.masked_fill(~mask[:, None], -torch.inf).argmax(-1)  # [L, S, K]
-    found = torch.take_along_dim(target[None], nearest[..., None], 2)  # [L, S, K, M]
-    right = (found == target.roll(-offset, 1)).all(-1) & guess.isfinite().all(-1)
+    choice = torch.take_along_dim(target[None], nearest[..., None], 2)  # [L, S, K, M]
+    right = (choice == target.roll(-offset, 1)).all(-1) & guess.isfinite().all(-1)
     return right & has_neighbour(mask, offset)
 
 
@@ -135,10 +173,46 @@ def has_neighbour(mask: Tensor, offset: int) -> Tensor:
 
     Returns:
         `[S, K]` bool.
+
+    Example:
+        >>> has_neighbour(torch.tensor([[True, True, False]]), 1).tolist()
+        [[True, False, False]]
     """
     place = torch.arange(mask.shape[1], device=mask.device) + offset
     inside = (place >= 0) & (place < mask.shape[1])
     return mask & mask.roll(-offset, 1) & inside
+
+
+def recovery_rate(
+    batches: Iterable[tuple[Tensor, Tensor, Tensor]], distance: Distance = "cosine", offset: int = 0
+) -> Tensor:
+    """Count how many tokens are identified.
+
+    Args:
+        batches: guesses `[L, S, K, M]`, targets `[S, K, M]` and masks `[S, K]`, of as many batches
+            of sequences as there are; see :func:`identified`.
+        distance: `"cosine"` or `"l2"`.
+        offset: of the neighbour to recover.
+
+    Returns:
+        Rate among tokens with such a neighbour, `[L]` float64 in `[0, 1]`; NaN if there is none.
+
+    Example:
+        >>> target, mask = torch.eye(3)[None], torch.ones(1, 3, dtype=torch.bool)
+        >>> guess = torch.stack([target, target.roll(1, 1)])  # of two layers
+        >>> recovery_rate([(guess, target, mask)]).tolist()
+        [1.0, 0.0]
+        >>> recovery_rate([(guess, target, mask)], offset=-1).tolist()
+        [0.0, 1.0]
+
+    References:
+        Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 4.
+    """
+    hits = tokens = torch.zeros((), dtype=torch.float64)
+    for guess, target, mask in batches:
+        hits = hits + identified(guess, target, mask, distance, offset).sum((-2, -1)).double()
+        tokens = tokens + has_neighbour(mask, offset).sum()
+    return hits / tokens
 
 
 def rescaled(hidden: Tensor, factor: float, generator: torch.Generator) -> Tensor:
@@ -151,6 +225,10 @@ def rescaled(hidden: Tensor, factor: float, generator: torch.Generator) -> Tenso
 
     Returns:
         `[..., M]`.
+
+    Example:
+        >>> rescaled(torch.ones(2), 1.0, torch.Generator()).tolist()
+        [1.0, 1.0]
     """
     exponent = 2 * torch.rand(hidden.shape[:-1], generator=generator) - 1
     return hidden * (factor**exponent).to(hidden)[..., None]
@@ -166,150 +244,17 @@ def rotated(hidden: Tensor, angle: float, generator: torch.Generator) -> Tensor:
 
     Returns:
         `[..., M]`.
+
+    Example:
+        >>> hidden = torch.tensor([3.0, 4.0])
+        >>> turned = rotated(hidden, 90.0, torch.Generator())
+        >>> round(turned.norm().item(), 4), abs(round((turned @ hidden).item(), 4))
+        (5.0, 0.0)
     """
     norm = hidden.norm(dim=-1, keepdim=True)
     axis = hidden / norm.clamp_min(_TINY)
     noise = torch.randn(hidden.shape, generator=generator).to(hidden)
     noise = noise - (noise * axis).sum(-1, keepdim=True) * axis
-    noise = noise / noise.norm(dim=-1, keepdim=True)
-    radians = math.radians(angle)
-    return norm * (math.cos(radians) * axis + math.sin(radians) * noise)
-
-
-class NormalEquations(NamedTuple):
-    """What the least-squares map from hidden states to targets follows from; sums over tokens.
-
-    Equations of disjoint tokens add up entry by entry. Hidden states have a one appended.
-
-    Attributes:
-        gram: `Σ ẽ ẽᵀ`, `[L, M + 1, M + 1]` float64; its last entry counts tokens.
-        cross: `Σ ẽ xᵀ`, `[L, M + 1, M']` float64.
-        square: `Σ ‖x‖²`, `[L]` float64.
-    """
-
-    gram: Tensor
-    cross: Tensor
-    square: Tensor
-
-    @property
-    def tokens(self) -> Tensor:
-        """Number of tokens, `[L]`."""
-        return self.gram[:, -1, -1]
-
-
-def normal_equations(hidden: Tensor, target: Tensor) -> NormalEquations:
-    """Sum products of hidden states and targets.
-
-    Args:
-        hidden: `[L, N, M]`.
-        target: `[N, M']`.
-
-    Returns:
-        The sums.
-    """
-    augmented = torch.nn.functional.pad(hidden.double(), (0, 1), value=1.0)
-    target = target.double()
-    square = target.square().sum().repeat(len(hidden))
-    return NormalEquations(augmented.mT @ augmented, augmented.mT @ target, square)
-
-
-def ridge_maps(equations: NormalEquations, ridges: Iterable[float]) -> Iterator[Parameters]:
-    """Solve for linear maps that minimise squared error plus a ridge term on the weights.
-
-    Args:
-        equations: sums over the training tokens.
-        ridges: terms relative to the mean variance of a coordinate of the hidden states.
-
-    Yields:
-        `(weight [L, M, M'], bias [L, M'])`, float64, for each ridge term.
-    """
-    count = equations.tokens[:, None]
-    mean, target_mean = equations.gram[:, -1, :-1] / count, equations.cross[:, -1] / count
-    gram = equations.gram[:, :-1, :-1] / count[..., None] - mean[..., None] * mean[:, None]
-    cross = equations.cross[:, :-1] / count[..., None] - mean[..., None] * target_mean[:, None]
-    variances, axes = torch.linalg.eigh(gram)
-    variances, rotated_cross = variances.clamp_min(0.0), axes.mT @ cross
-    for ridge in ridges:
-        damping = (ridge * variances.mean(-1, keepdim=True)).clamp_min(_TINY)
-        weight = (axes / (variances + damping)[:, None]) @ rotated_cross
-        yield weight, target_mean - (mean[:, None] @ weight).squeeze(1)
-
-
-def mean_squared_error(equations: NormalEquations, parameters: Parameters) -> Tensor:
-    """Evaluate linear maps on the tokens of normal equations.
-
-    Args:
-        equations: sums over the tokens.
-        parameters: `(weight [L, M, M'], bias [L, M'])`.
-
-    Returns:
-        Mean squared difference of a coordinate, `[L]`.
-    """
-    weight, bias = parameters
-    whole = torch.cat([weight, bias[:, None]], 1)  # [L, M + 1, M']
-    explained = (whole * (equations.gram @ whole - 2 * equations.cross)).sum((-2, -1))
-    return (equations.square + explained) / (equations.tokens * whole.shape[-1])
-
-
-class RidgeMaps(NamedTuple):
-    """Linear maps with the ridge term that suits each layer best.
-
-    Attributes:
-        parameters: `(weight [L, M, M'], bias [L, M'])`, float64.
-        ridge: ridge term of each layer, `[L]`.
-        loss: mean squared error on the validation tokens, `[L]`.
-    """
-
-    parameters: Parameters
-    ridge: Tensor
-    loss: Tensor
-
-
-def best_ridge_maps(
-    train: NormalEquations, validation: NormalEquations, ridges: Iterable[float] = RIDGES
-) -> RidgeMaps:
-    """Choose for every layer the ridge term with the smallest error on the validation tokens.
-
-    Args:
-        train: sums over the training tokens.
-        validation: sums over the validation tokens.
-        ridges: candidates, see :func:`ridge_maps`.
-
-    Returns:
-        The maps, solved from the training tokens alone.
-    """
-    ridges = tuple(ridges)
-    best: RidgeMaps | None = None
-    for ridge, parameters in zip(ridges, ridge_maps(train, ridges), strict=True):
-        loss = mean_squared_error(validation, parameters)
-        term = torch.full_like(loss, ridge)
-        if best is None:
-            best = RidgeMaps(parameters, term, loss)
-            continue
-        better = loss < best.loss
-        kept = tuple(
-            torch.where(better.view(-1, *[1] * (new.ndim - 1)), new, old)
-            for new, old in zip(parameters, best.parameters, strict=True)
-        )
-        best = RidgeMaps(
-            kept, torch.where(better, term, best.ridge), torch.minimum(loss, best.loss)
-        )
-    assert best is not None
-    return best
-
-
-def neighbour_rows(lengths: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-    """Pair the tokens of packed sequences with their neighbours at an offset.
-
-    Args:
-        lengths: number of tokens of each sequence, `[S]`; sequences follow each other.
-        offset: signed distance.
-
-    Returns:
-        Indices of tokens that have such a neighbour, and of the neighbours.
-    """
-    owner = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
-    rows = torch.arange(len(owner), device=lengths.device)
-    rows = rows[(rows + offset >= 0) & (rows + offset < len(owner))]
-    rows = rows[owner[rows] == owner[rows + offset]]
-    return rows, rows + offset
+    radians, across = math.radians(angle), noise / noise.norm(dim=-1, keepdim=True)
+    turned: Tensor = norm * (math.cos(radians) * axis + math.sin(radians) * across)
+    return turned

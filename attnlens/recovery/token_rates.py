@@ -1,58 +1,50 @@
-"""Fit maps to stored tokens, and count what they identify among the test sequences."""
+"""Fit maps to collected tokens, and count what they identify among the test sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from attnlens.recovery.map_training import MapTraining, Tokens, train_maps
-from attnlens.recovery.token_maps import (
-    Distance,
-    NormalEquations,
-    Parameters,
-    apply_map,
-    best_ridge_maps,
-    has_neighbour,
-    identified,
-    neighbour_rows,
-    normal_equations,
-    rescaled,
-    rotated,
-)
-from attnlens.recovery.token_store import (
+from attnlens.observer import Sums
+from attnlens.recovery.map_training import MapTraining, Shards, train_maps
+from attnlens.recovery.packed_tokens import (
     TEST,
     TRAIN,
     VALIDATION,
     PackedTokens,
-    TokenSequence,
-    TokenStore,
+    Target,
+    Tokens,
+    summed_equations,
 )
-
-Target = int | Literal["words"]
-"""What to recover: the input embedding of the token at an offset, 0 being its own, or its word."""
+from attnlens.recovery.recovery_result import TokenIdentifiabilityResult
+from attnlens.recovery.ridge_maps import (
+    NormalEquations,
+    added_equations,
+    best_ridge_maps,
+    normal_equations,
+)
+from attnlens.recovery.token_maps import (
+    Distance,
+    MapKind,
+    Maps,
+    Parameters,
+    apply_map,
+    identified,
+    recovery_rate,
+    rescaled,
+    rotated,
+)
+from attnlens.recovery.token_store import TokenStore
+from attnlens.results import LayerKey
 
 _BATCH_TOKENS = 4096
-
-
-class Maps(NamedTuple):
-    """Maps of all layers to one target, and how they came about; NaN where that does not apply.
-
-    Attributes:
-        parameters: see :func:`~attnlens.recovery.token_maps.apply_map`.
-        loss: on the validation split, `[L]`.
-        epochs: of training, `[L]`.
-        ridge: ridge term, `[L]`.
-    """
-
-    parameters: Parameters
-    loss: Tensor
-    epochs: Tensor
-    ridge: Tensor
 
 
 class HeldOut(NamedTuple):
@@ -73,91 +65,178 @@ class HeldOut(NamedTuple):
     mask: Tensor
 
 
-def tokens_of(packed: PackedTokens, target: Target) -> Tokens:
-    """Pair hidden states with a target.
+@dataclass(frozen=True)
+class Recovery:
+    """Tokens that were collected, and how they are to be recovered from their hidden states.
 
-    Args:
-        packed: sequences.
-        target: what to recover; tokens without it are left out.
-
-    Returns:
-        Hidden states `[L, N, M]` and targets `[N, M']`.
+    Attributes:
+        map: `"naive"`, `"linear"` or `"mlp"`.
+        distance: of training and of the search.
+        closed: whether a linear map is solved for instead of trained.
+        training: how maps are trained.
+        seed: of the first parameters, the batches and the controls.
+        rescaling: largest factor of the random rescaling control.
+        angle: of the random rotation control, in degrees.
+        labels: names of the labels.
+        offsets: of the neighbours to recover.
+        layers: stack and index of each of the L layers.
+        entered: sums over what entered the first layer, see
+            :func:`~attnlens.recovery.packed_tokens.entered_sums`.
+        streams: whether normal equations are among these sums.
+        store: the tokens; no split that is needed is empty.
     """
-    entered, hidden = packed.hidden[0], packed.hidden[1:]
-    if target == "words":
-        return hidden, packed.words
-    if target == 0:
-        return hidden, entered
-    rows, neighbours = neighbour_rows(packed.lengths, target)
-    return hidden[:, rows], entered[neighbours]
 
+    map: MapKind
+    distance: Distance
+    closed: bool
+    training: MapTraining
+    seed: int
+    rescaling: float
+    angle: float
+    labels: tuple[str, ...]
+    offsets: tuple[int, ...]
+    layers: tuple[LayerKey, ...]
+    entered: Sums
+    streams: bool
+    store: TokenStore
 
-def fit_maps(
-    store: TokenStore,
-    target: Target,
-    kind: Literal["linear", "mlp"],
-    distance: Distance,
-    training: MapTraining,
-    seed: int,
-) -> Maps:
-    """Train a map per layer on the training split.
+    def result(self) -> TokenIdentifiabilityResult:
+        """Fit maps to all targets, and count what they identify."""
+        maps = self.fit(0)
+        assert maps is not None, "every token has itself"
+        total: Sums = {}
+        generator = torch.Generator().manual_seed(self.seed)
+        for batch in held_out(self.store):
+            for name, hits in self._hits(maps.parameters, batch, generator).items():
+                total[name] = total[name] + hits if name in total else hits
+        neighbours = self._missing()[:, None].repeat(1, len(self.offsets))
+        for column, offset in enumerate(self.offsets):
+            neighbours[:, column] = self.recovered(offset)
+        return TokenIdentifiabilityResult(
+            self.layers,
+            self.map,
+            self.distance,
+            self.labels,
+            self.offsets,
+            sequences=self.entered["sequences"],
+            tokens=self.entered["tokens"],
+            neighbours=neighbours,
+            words=self.recovered("words"),
+            loss=maps.loss,
+            epochs=maps.epochs,
+            ridge=maps.ridge,
+            **hit_rates(total),
+        )
 
-    Args:
-        store: the tokens.
-        target: what to recover.
-        kind: see :class:`~attnlens.recovery.token_identifiability.TokenIdentifiability`.
-        distance: what to minimise.
-        training: how to train.
-        seed: of the training.
+    def fit(self, target: Target) -> Maps | None:
+        """Fit the maps of all layers to a target.
 
-    Returns:
-        The maps.
-    """
-    train, validation = (
-        [partial(_loaded, shard, target) for shard in store.shards(split)]
-        for split in (TRAIN, VALIDATION)
-    )
-    trained = train_maps(
-        kind,
-        distance,
-        train,
-        validation,
-        training,
-        seed=seed,
-        name=f"{kind}-{distance}-{target}",
-        identity=store.identity(),
-    )
-    return Maps(*trained, torch.full_like(trained.loss, torch.nan))
+        Args:
+            target: what to recover.
 
+        Returns:
+            The maps, in float32; None if the train or the validation split has no such target.
+        """
+        if self.map == "naive":
+            return Maps((), *(self._missing() for _ in range(3)))
+        if self.closed:
+            train, validation = self._equations(target)
+            if not bool((train.tokens * validation.tokens > 0).all()):
+                return None
+            maps = best_ridge_maps(train, validation)
+            return maps._replace(parameters=tuple(part.float() for part in maps.parameters))
+        splits = self._shards(TRAIN, target), self._shards(VALIDATION, target)
+        if not all(any(len(load()[1]) for load in shards) for shards in splits):
+            return None
+        return train_maps(
+            self.map,
+            self.distance,
+            *splits,
+            settings=self.training,
+            seed=self.seed,
+            name=f"{self.map}-{self.distance}-{target}",
+            identity=self.store.identity(),
+        )
 
-def solve_maps(train: NormalEquations, validation: NormalEquations) -> Maps:
-    """Solve for the linear map per layer with the smallest squared error.
+    def recovered(self, target: Target) -> Tensor:
+        """Count how many tokens of the test split have a target identified.
 
-    Args:
-        train: equations of the training split.
-        validation: equations of the validation split.
+        Args:
+            target: what to recover.
 
-    Returns:
-        The maps.
-    """
-    solved = best_ridge_maps(train, validation)
-    parameters = tuple(part.float() for part in solved.parameters)
-    return Maps(parameters, solved.loss, torch.full_like(solved.loss, torch.nan), solved.ridge)
+        Returns:
+            Rate by layer, `[L]` float64; NaN where no token has such a target, or there are no
+            word embeddings that guesses could be compared with.
+        """
+        if target == "words":
+            test = self.store.shards(TEST)[0]()
+            width = test.words.shape[-1]
+            if not width or (self.map == "naive" and width != test.hidden.shape[-1]):
+                return self._missing()
+        maps = self.fit(target)
+        if maps is None:
+            return self._missing()
+        parameters, offset = maps.parameters, 0 if target == "words" else target
+        batches = (
+            (_guess(parameters, b.hidden), b.words if target == "words" else b.entered, b.mask)
+            for b in held_out(self.store)
+        )
+        return recovery_rate(batches, self.distance, offset)
 
+    def _hits(self, parameters: Parameters, batch: HeldOut, generator: torch.Generator) -> Sums:
+        """Count the tokens identified among some sequences, for :func:`hit_rates`."""
 
-def stored_equations(store: TokenStore, split: int, target: Target) -> NormalEquations:
-    """Sum the normal equations over a stored split.
+        def hits(guess: Tensor) -> Tensor:
+            return identified(guess, batch.entered, batch.mask, self.distance).double()
 
-    Args:
-        store: the tokens.
-        split: which.
-        target: what to recover.
+        hidden = batch.hidden
+        transfer = torch.stack(
+            [hits(_guess(parameters, state.expand_as(hidden))) for state in hidden], 1
+        )  # [L, L, S, K]
+        own = transfer.diagonal().movedim(-1, 0)  # [L, S, K]
+        lengths, per_sequence = batch.mask.sum(1).double(), own.sum(-1)  # [S], [L, S]
+        members = (batch.labels[..., None] == torch.arange(len(self.labels))).double()
+        guesses = {
+            "rescaled": _guess(parameters, rescaled(hidden, self.rescaling, generator)),
+            "rotated": _guess(parameters, rotated(hidden, self.angle, generator)),
+        }
+        return {
+            "tokens": lengths.sum(),
+            "sequences": (lengths > 0).sum().double(),
+            "lengths_squared": lengths.square().sum(),
+            "hits_by_lengths": per_sequence @ lengths,
+            "hits_squared": per_sequence.square().sum(1),
+            "transfer": transfer.sum((-2, -1)),
+            "by_label": torch.einsum("lsk,skg->lg", own, members),
+            "label_tokens": members.sum((0, 1)),
+            "position": hits(self._by_position(batch)).sum(),
+            **{name: hits(guess).sum((-2, -1)) for name, guess in guesses.items()},
+        }
 
-    Returns:
-        The sums.
-    """
-    parts = [normal_equations(*_loaded(shard, target)) for shard in store.shards(split)]
-    return NormalEquations(*(torch.stack(entries).sum(0) for entries in zip(*parts, strict=True)))
+    def _by_position(self, batch: HeldOut) -> Tensor:
+        """Guess the mean input embedding at each position, `[1, S, K, M]`; NaN where unknown."""
+        length = batch.mask.shape[1]
+        mean = self.entered["position_sum"] / self.entered["position_count"][:, None]
+        guess = pad(mean[:length].float(), (0, 0, 0, max(0, length - len(mean))), value=torch.nan)
+        return guess.expand(1, *batch.entered.shape)
+
+    def _equations(self, target: Target) -> tuple[NormalEquations, NormalEquations]:
+        """Normal equations of the train and validation splits."""
+        train, validation = (
+            summed_equations(self.entered, split, target)
+            if self.streams
+            else added_equations([
+                normal_equations(*load()) for load in self._shards(split, target)
+            ])
+            for split in (TRAIN, VALIDATION)
+        )
+        return train, validation
+
+    def _shards(self, split: int, target: Target) -> Shards:
+        return [partial(_with_target, load, target) for load in self.store.shards(split)]
+
+    def _missing(self) -> Tensor:
+        return torch.full((len(self.layers),), torch.nan, dtype=torch.float64)
 
 
 def held_out(store: TokenStore) -> Iterator[HeldOut]:
@@ -173,145 +252,47 @@ def held_out(store: TokenStore) -> Iterator[HeldOut]:
         sequences = sorted(shard().sequences(), key=lambda sequence: sequence.tokens)
         while sequences:
             count = max(1, _BATCH_TOKENS // sequences[-1].tokens)
-            yield _padded(sequences[-count:])
+            batch = sequences[-count:]
             del sequences[-count:]
+            states = pad_sequence([s.hidden.movedim(1, 0) for s in batch], batch_first=True)
+            hidden = states.movedim(2, 0).contiguous()  # [L + 1, S, K, M]
+            words = pad_sequence([s.words for s in batch], batch_first=True)
+            labels = pad_sequence([s.labels for s in batch], batch_first=True, padding_value=-1)
+            lengths = torch.tensor([sequence.tokens for sequence in batch])
+            mask = torch.arange(hidden.shape[2]) < lengths[:, None]
+            yield HeldOut(hidden[1:], hidden[0], words, labels, mask)
 
 
-class Counts:
-    """Hits among test sequences, added up by :meth:`add`.
-
-    Args:
-        parameters: maps of all layers to the tokens' own input embeddings.
-        distance: of the search.
-        labels: number of labels G.
-    """
-
-    def __init__(self, parameters: Parameters, distance: Distance, labels: int) -> None:
-        self.parameters, self.distance, self.labels = parameters, distance, labels
-        self.transfer = self.by_label = self.rescaled = self.rotated = torch.zeros(())
-        self.label_tokens = self.position = self.chance = torch.zeros((), dtype=torch.float64)
-        self.by_sequence: list[Tensor] = []  # [L, S] each
-        self.lengths: list[Tensor] = []
-
-    def add(
-        self,
-        batch: HeldOut,
-        *,
-        mean_entered: Tensor,
-        rescaling: float,
-        angle: float,
-        generator: torch.Generator,
-    ) -> None:
-        """Count the hits in some sequences.
-
-        Args:
-            batch: the sequences.
-            mean_entered: mean input embedding at each position, `[P, M]`; NaN where unknown.
-            rescaling: largest factor of the rescaling control.
-            angle: of the rotation control, in degrees.
-            generator: source of both.
-        """
-        find = partial(_hits, batch=batch, distance=self.distance)
-        transfer = torch.stack(
-            [find(_guess(self.parameters, h.expand_as(batch.hidden))) for h in batch.hidden], 1
-        )  # [L, L, S, K]
-        own = transfer.diagonal().movedim(-1, 0).double()  # [L, S, K]
-        changed = (
-            rescaled(batch.hidden, rescaling, generator),
-            rotated(batch.hidden, angle, generator),
-        )
-        scaled, turned = (find(_guess(self.parameters, hidden)) for hidden in changed)
-        lengths = batch.mask.sum(1).double()
-        members = (batch.labels[..., None] == torch.arange(self.labels)).double()
-        self.transfer = self.transfer + transfer.sum((-2, -1)).double()
-        self.rescaled = self.rescaled + scaled.sum((-2, -1)).double()
-        self.rotated = self.rotated + turned.sum((-2, -1)).double()
-        self.by_label = self.by_label + torch.einsum("lsk,skg->lg", own, members)
-        self.label_tokens = self.label_tokens + members.sum((0, 1))
-        self.position = self.position + find(_by_position(batch, mean_entered)).sum().double()
-        self.chance = self.chance + (lengths > 0).sum()
-        self.by_sequence.append(own.sum(-1))
-        self.lengths.append(lengths)
-
-    def rates(self) -> dict[str, Tensor]:
-        """Divide by the numbers of tokens.
-
-        Returns:
-            Rates by name, as in :class:`~attnlens.recovery.TokenIdentifiabilityResult`.
-        """
-        lengths, hits = torch.cat(self.lengths), torch.cat(self.by_sequence, 1)
-        tokens = lengths.sum()
-        rate = hits.sum(1) / tokens
-        # A ratio of sums over sequences, whose tokens are not independent.
-        residual = hits - rate[:, None] * lengths
-        sequences = len(lengths)
-        spread = residual.square().sum(1) * (sequences / (sequences - 1) if sequences > 1 else 0)
-        return {
-            "rate": rate,
-            "error": spread.sqrt() / tokens if sequences > 1 else rate * torch.nan,
-            "transfer": self.transfer / tokens,
-            "by_label": self.by_label / self.label_tokens,
-            "rescaled": self.rescaled / tokens,
-            "rotated": self.rotated / tokens,
-            "position": self.position / tokens,
-            "chance": self.chance / tokens,
-        }
-
-
-def recovery_rate(
-    store: TokenStore, parameters: Parameters, target: Target, distance: Distance
-) -> Tensor:
-    """Count the targets that maps recover among the test sequences.
+def hit_rates(sums: Sums) -> dict[str, Tensor]:
+    """Divide hits by numbers of tokens.
 
     Args:
-        store: the tokens.
-        parameters: maps to the target.
-        target: what to recover.
-        distance: of the search.
+        sums: hits by name, numbers of `tokens` and `sequences`, and over sequences the sums of
+            squared hits, of squared lengths and of hits times lengths.
 
     Returns:
-        Rates, `[L]` float64.
+        Rates by name, as in :class:`~attnlens.recovery.TokenIdentifiabilityResult`.
     """
-    hits, tokens = torch.zeros(()), torch.zeros((), dtype=torch.float64)
-    offset = 0 if target == "words" else target
-    for batch in held_out(store):
-        candidates = batch.words if target == "words" else batch.entered
-        guess = _guess(parameters, batch.hidden)
-        found = identified(guess, candidates, batch.mask, distance, offset)
-        hits = hits + found.sum((-2, -1)).double()
-        tokens = tokens + has_neighbour(batch.mask, offset).sum()
-    return hits / tokens
+    tokens, sequences = sums["tokens"], sums["sequences"]
+    rate = sums["transfer"].diagonal() / tokens
+    # A ratio of sums over sequences, whose tokens are not independent: Σ (hits − rate · length)².
+    residual = sums["hits_squared"] - 2 * rate * sums["hits_by_lengths"]
+    residual = (residual + rate.square() * sums["lengths_squared"]).clamp_min(0)
+    residual = torch.where(sequences > 1, residual * sequences / (sequences - 1), torch.nan)
+    rates = {name: sums[name] / tokens for name in ("transfer", "rescaled", "rotated", "position")}
+    return rates | {
+        "rate": rate,
+        "error": residual.sqrt() / tokens,
+        "by_label": sums["by_label"] / sums["label_tokens"],
+        "chance": sequences / tokens,
+    }
 
 
-def _loaded(shard: Callable[[], PackedTokens], target: Target) -> Tokens:
-    return tokens_of(shard(), target)
-
-
-def _padded(sequences: list[TokenSequence]) -> HeldOut:
-    def padded(name: str, value: float = 0.0) -> Tensor:
-        parts = [getattr(sequence, name) for sequence in sequences]
-        return pad_sequence(parts, batch_first=True, padding_value=value)
-
-    hidden = pad_sequence([s.hidden.movedim(1, 0) for s in sequences], batch_first=True)
-    hidden = hidden.movedim(2, 0).contiguous()  # [L + 1, S, K, M]
-    lengths = torch.tensor([sequence.tokens for sequence in sequences])
-    mask = torch.arange(hidden.shape[2]) < lengths[:, None]
-    return HeldOut(hidden[1:], hidden[0], padded("words"), padded("labels", -1), mask)
+def _with_target(load: Callable[[], PackedTokens], target: Target) -> Tokens:
+    return load().with_target(target)
 
 
 def _guess(parameters: Parameters, hidden: Tensor) -> Tensor:
-    """Apply maps to `[L, S, K, M]`."""
-    return apply_map(parameters, hidden.flatten(1, 2)).unflatten(1, hidden.shape[1:3])
-
-
-def _hits(guess: Tensor, *, batch: HeldOut, distance: Distance) -> Tensor:
-    return identified(guess, batch.entered, batch.mask, distance)
-
-
-def _by_position(batch: HeldOut, mean_entered: Tensor) -> Tensor:
-    """The mean input embedding at each position, `[1, S, K, M]`."""
-    count, length = batch.mask.shape
-    known = min(length, len(mean_entered))
-    guess = torch.full((length, mean_entered.shape[1]), torch.nan)
-    guess[:known] = mean_entered[:known]
-    return guess.expand(1, count, -1, -1)
+    """Apply maps to the hidden states of sequences, `[L, S, K, M]`."""
+    guess = apply_map(parameters, hidden.flatten(1, 2))
+    return guess.reshape(*hidden.shape[:3], -1)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -17,122 +15,16 @@ from torch import Tensor
 
 from attnlens.errors import AttnLensWarning, InputError
 from attnlens.files import write_tensors
+from attnlens.recovery.packed_tokens import (
+    TEST,
+    TRAIN,
+    VALIDATION,
+    PackedTokens,
+    TokenSequence,
+)
 
-TRAIN, VALIDATION, TEST = range(3)
 _SHARD_BYTES = 2**27
 _ALL = 2**63 - 1  # above every priority, and an int64
-
-
-class TokenSequence(NamedTuple):
-    """One sequence of real tokens.
-
-    Attributes:
-        priority: sequences with the smallest ones are kept, in [0, 2⁶³).
-        split: `TRAIN`, `VALIDATION` or `TEST`.
-        hidden: `[L + 1, K, M]`: what entered the first layer, then what left each.
-        words: `[K, W]`, word embeddings; W is 0 where they are not known.
-        labels: `[K]` int64.
-    """
-
-    priority: int
-    split: int
-    hidden: Tensor
-    words: Tensor
-    labels: Tensor
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens K."""
-        return self.hidden.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        return self.hidden.nbytes + self.words.nbytes + self.labels.nbytes
-
-
-class PackedTokens(NamedTuple):
-    """Sequences one after the other.
-
-    Attributes:
-        hidden: `[L + 1, N, M]`.
-        words: `[N, W]`.
-        labels: `[N]` int64.
-        lengths: `[S]` int64, tokens of each sequence; they sum to N.
-        priority: `[S]` int64.
-        split: `[S]` int64.
-    """
-
-    hidden: Tensor
-    words: Tensor
-    labels: Tensor
-    lengths: Tensor
-    priority: Tensor
-    split: Tensor
-
-    @classmethod
-    def of(cls, sequences: Sequence[TokenSequence]) -> PackedTokens:
-        """Pack sequences.
-
-        Args:
-            sequences: at least one.
-
-        Returns:
-            Copies of their tensors.
-        """
-        return cls(
-            torch.cat([sequence.hidden for sequence in sequences], 1),
-            torch.cat([sequence.words for sequence in sequences]),
-            torch.cat([sequence.labels for sequence in sequences]),
-            torch.tensor([sequence.tokens for sequence in sequences]),
-            torch.tensor([sequence.priority for sequence in sequences]),
-            torch.tensor([sequence.split for sequence in sequences]),
-        )
-
-    def select(self, keep: Tensor) -> PackedTokens:
-        """Return some of the sequences.
-
-        Args:
-            keep: `[S]` bool.
-
-        Returns:
-            Copies of their tensors.
-        """
-        rows = keep.repeat_interleave(self.lengths)
-        per_token = (self.hidden[:, rows], self.words[rows], self.labels[rows])
-        return PackedTokens(*per_token, self.lengths[keep], self.priority[keep], self.split[keep])
-
-    def cpu(self) -> PackedTokens:
-        """Return the same on the CPU."""
-        return PackedTokens(*(tensor.cpu() for tensor in self))
-
-    def sequences(self) -> list[TokenSequence]:
-        """Return the sequences, each with tensors of its own."""
-        lengths = self.lengths.tolist()
-        parts = zip(
-            self.priority.tolist(),
-            self.split.tolist(),
-            self.hidden.split(lengths, 1),
-            self.words.split(lengths),
-            self.labels.split(lengths),
-            strict=True,
-        )
-        return [TokenSequence(p, s, h.clone(), w.clone(), g.clone()) for p, s, h, w, g in parts]
-
-
-def fingerprint(content: bytes, seed: int) -> tuple[float, int]:
-    """Place a sequence by its content, so that equal ones share a place wherever they are seen.
-
-    Args:
-        content: what the sequence is made of.
-        seed: another seed gives other places.
-
-    Returns:
-        Two independent hashes: a position in [0, 1) that chooses the split, and a priority.
-    """
-    digest = hashlib.blake2b(content, digest_size=16, key=str(seed).encode()).digest()
-    place, priority = int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
-    return (place >> 11) / 2**53, priority >> 1
 
 
 class TokenStore:
@@ -159,13 +51,8 @@ class TokenStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             if any(self.folder.iterdir()):
                 raise InputError(f"folder must be empty or new. {self.folder} holds files.")
-        self._files: dict[Path, list[tuple[int, int]]] = {}
+        self._files: dict[Path, list[tuple[int, int]]] = {}  # priorities and tokens of each
         self.clear()
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether sequences go to files."""
-        return self.folder is not None
 
     @property
     def nbytes(self) -> int:
@@ -175,7 +62,7 @@ class TokenStore:
     @property
     def tokens(self) -> int:
         """Number of tokens kept."""
-        return self._tokens
+        return sum(tokens for _, tokens in self._members())
 
     def clear(self) -> None:
         """Forget everything, and remove the files."""
@@ -184,35 +71,34 @@ class TokenStore:
         self._files = {}
         self._written = 0
         self._buffer: list[TokenSequence] = []
-        self._kept: list[tuple[int, int]] = []  # heap of (−priority, tokens)
-        self._tokens = 0
-        self._cut = _ALL  # priorities from here on are not kept
+        self._cut = _ALL  # priorities from here on are left out
 
     def extend(self, sequences: Iterable[TokenSequence]) -> None:
         """Offer sequences.
 
         Args:
             sequences: all with the same L, M and W.
+
+        Raises:
+            InputError: if numbers do not fit into the float16 of a folder; nothing is then taken.
         """
-        cut = self._cut
-        for sequence in sequences:
-            if sequence.priority >= self._cut:
-                continue
-            self._buffer.append(self._narrowed(sequence))
-            heapq.heappush(self._kept, (-sequence.priority, sequence.tokens))
-            self._tokens += sequence.tokens
-            while self._tokens > self._capacity(sequence):
-                self._evict()
-        if self._cut < cut:
-            if cut == _ALL:
-                warnings.warn(
-                    "There are more tokens than may be kept; a random sample of the sequences is. "
-                    "Raise max_tokens or max_bytes to keep more.",
-                    AttnLensWarning,
-                    stacklevel=2,
-                )
-            self._buffer = [s for s in self._buffer if s.priority < self._cut]
-            self._thin_out()
+        offered = [self._narrowed(s) for s in sequences if s.priority < self._cut]
+        if not offered:
+            return
+        self._buffer += offered
+        capacity, total = self._capacity(offered[0]), 0
+        for priority, tokens in sorted(self._members()):
+            total += tokens
+            if total > capacity:
+                if self._cut == _ALL:
+                    warnings.warn(
+                        "There are more tokens than may be kept; a random sample of the sequences "
+                        "is. Raise max_tokens or max_bytes to keep more.",
+                        AttnLensWarning,
+                        stacklevel=2,
+                    )
+                self._leave_out(priority)
+                break
         if self.folder is not None:
             self._flush(self.folder)
 
@@ -226,12 +112,12 @@ class TokenStore:
             Functions without arguments, in an order that depends on the sequences alone if they
             are in memory.
         """
-        chosen = sorted(
+        in_memory = sorted(
             (s for s in self._buffer if s.split == split), key=lambda s: (s.priority, s.tokens)
         )
-        files = [path for path in self._files if path.name.startswith(f"{split}-")]
-        in_memory = [partial(_in_float, PackedTokens.of, group) for group in _groups(chosen)]
-        return [*in_memory, *(partial(_in_float, self._load, path) for path in files)]
+        parts = [partial(PackedTokens.of, group) for group in _groups(in_memory)]
+        parts += [partial(self._load, path) for path in self._files if _split_of(path) == split]
+        return [partial(_in_float, part) for part in parts]
 
     def merge(self, other: TokenStore) -> None:
         """Offer what another store has kept, and leave out what it left out.
@@ -239,7 +125,7 @@ class TokenStore:
         Args:
             other: left unchanged; of the same limits.
         """
-        self._lower(other._cut)
+        self._leave_out(other._cut)
         for packed in other.packed():
             self.extend(packed.sequences())
 
@@ -266,74 +152,77 @@ class TokenStore:
         Args:
             state: of :meth:`state_dict`.
         """
-        self._lower(int(state["cut"]))
+        self._leave_out(int(state["cut"]))
         if "hidden" in state:
-            self.extend(PackedTokens(*(state[name] for name in PackedTokens._fields)).sequences())
+            self.extend(_of_names(state).sequences())
 
     def identity(self) -> str:
         """Return a digest of which sequences are kept."""
-        priorities = sorted(-negative for negative, _ in self._kept)
+        priorities = sorted(priority for priority, _ in self._members())
         return hashlib.blake2b(repr(priorities).encode(), digest_size=16).hexdigest()
 
     def _capacity(self, sequence: TokenSequence) -> int:
         """Most tokens to keep, given what each takes."""
-        numbers = sequence.hidden[:, 0].numel() + sequence.words[0].numel()
-        limit = self.max_bytes // (numbers * (2 if self.on_disk else 4) + 8)
+        numbers = sequence.hidden[:, 0].nbytes + sequence.words[0].nbytes
+        limit = self.max_bytes // (numbers + 8)
         return limit if self.max_tokens is None else min(limit, self.max_tokens)
 
-    def _evict(self) -> None:
-        """Let go of the sequence with the largest priority, and of its equals."""
-        self._cut = -self._kept[0][0]
-        while self._kept and -self._kept[0][0] >= self._cut:
-            self._tokens -= heapq.heappop(self._kept)[1]
+    def _members(self) -> Iterator[tuple[int, int]]:
+        """Priority and number of tokens of every sequence kept."""
+        yield from ((s.priority, s.tokens) for s in self._buffer)
+        for members in self._files.values():
+            yield from (member for member in members if member[0] < self._cut)
 
-    def _lower(self, cut: int) -> None:
-        """Accept that sequences from a priority on were left out elsewhere."""
+    def _leave_out(self, cut: int) -> None:
+        """Let go of the sequences with priorities from a number on."""
         if cut >= self._cut:
             return
         self._cut = cut
-        while self._kept and -self._kept[0][0] >= cut:
-            self._tokens -= heapq.heappop(self._kept)[1]
         self._buffer = [s for s in self._buffer if s.priority < cut]
-        self._thin_out()
+        for path, members in list(self._files.items()):
+            left = sum(tokens for priority, tokens in members if priority < cut)
+            # What is left of a file that is mostly obsolete is taken back into memory.
+            if 2 * left < sum(tokens for _, tokens in members):
+                self._buffer += self._load(path).sequences() if left else []
+                del self._files[path]
+                path.unlink()
 
     def _narrowed(self, sequence: TokenSequence) -> TokenSequence:
-        dtype = torch.float16 if self.on_disk else torch.float32
+        dtype = torch.float32 if self.folder is None else torch.float16
         hidden, words = sequence.hidden.to(dtype), sequence.words.to(dtype)
-        if self.on_disk and not bool(hidden.isfinite().all()):
-            raise InputError(
-                f"Hidden states of up to {sequence.hidden.abs().max():.3g} do not fit into the "
-                f"float16 numbers of a folder. Keep them in memory: folder=None."
-            )
+        for wide, narrow in ((sequence.hidden, hidden), (sequence.words, words)):
+            if self.folder is not None and not bool(narrow.isfinite().all()):
+                raise InputError(
+                    f"Hidden states or words of up to {wide.abs().max():.3g} do not fit into the "
+                    f"float16 numbers of a folder. Keep them in memory: folder=None."
+                )
         return sequence._replace(hidden=hidden, words=words)
 
     def _flush(self, folder: Path) -> None:
         """Write the splits of which enough is in memory."""
         for split in (TRAIN, VALIDATION, TEST):
-            chosen = [s for s in self._buffer if s.split == split]
-            if sum(sequence.nbytes for sequence in chosen) < _SHARD_BYTES:
+            full = [s for s in self._buffer if s.split == split]
+            if sum(sequence.nbytes for sequence in full) < _SHARD_BYTES:
                 continue
             path = folder / f"{split}-{self._written:06}.safetensors"
             self._written += 1
-            write_tensors(path, PackedTokens.of(chosen)._asdict())
-            self._files[path] = [(s.priority, s.tokens) for s in chosen]
+            write_tensors(path, PackedTokens.of(full)._asdict())
+            self._files[path] = [(s.priority, s.tokens) for s in full]
             self._buffer = [s for s in self._buffer if s.split != split]
-
-    def _thin_out(self) -> None:
-        """Take what is left of files that are mostly obsolete back into memory."""
-        for path, members in list(self._files.items()):
-            kept = sum(tokens for priority, tokens in members if priority < self._cut)
-            if 2 * kept < sum(tokens for _, tokens in members):
-                self._buffer += self._load(path).sequences() if kept else []
-                del self._files[path]
-                path.unlink()
 
     def _load(self, path: Path) -> PackedTokens:
         """Read a file, without the sequences that are no longer kept."""
-        tensors = load_file(path)
-        packed = PackedTokens(*(tensors[name] for name in PackedTokens._fields))
-        kept = packed.priority < self._cut
-        return packed if bool(kept.all()) else packed.select(kept)
+        packed = _of_names(load_file(path))
+        current = packed.priority < self._cut
+        return packed if bool(current.all()) else packed.select(current)
+
+
+def _of_names(tensors: Mapping[str, Tensor]) -> PackedTokens:
+    return PackedTokens(*(tensors[name] for name in PackedTokens._fields))
+
+
+def _split_of(path: Path) -> int:
+    return int(path.name.partition("-")[0])
 
 
 def _groups(sequences: Sequence[TokenSequence]) -> Iterator[list[TokenSequence]]:
@@ -350,6 +239,6 @@ def _groups(sequences: Sequence[TokenSequence]) -> Iterator[list[TokenSequence]]
         yield group
 
 
-def _in_float(load: Callable[[Any], PackedTokens], source: Any) -> PackedTokens:
-    packed = load(source)
+def _in_float(load: Callable[[], PackedTokens]) -> PackedTokens:
+    packed = load()
     return packed._replace(hidden=packed.hidden.float(), words=packed.words.float())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlens.recovery.token_identifiability import TokenIdentifiabilityResult
+from attnlens.recovery import TokenIdentifiabilityResult
 from attnlens.results import LayeredResult, LayerKey
 
 # The grids that open first, where present.

@@ -14,7 +14,7 @@ from rich.text import Text
 from torch import Tensor
 
 from attnlens.errors import InputError
-from attnlens.recovery.token_identifiability import TokenIdentifiabilityResult
+from attnlens.recovery import TokenIdentifiabilityResult
 from attnlens.results import LayeredResult, cell
 
 QUANTITIES = {

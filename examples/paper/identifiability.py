@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from attnlens import Lens, TokenIdentifiability
-from attnlens.recovery.token_identifiability import TokenIdentifiabilityResult
+from attnlens.recovery import TokenIdentifiabilityResult
 from examples.identifiability import QUICK, THOROUGH
 from examples.paper.published import compare
 from examples.paper.setting import Setting, prepare, print_layers, report

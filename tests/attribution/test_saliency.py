@@ -174,7 +174,7 @@ def test_labels() -> None:
         mean = reference[1][0][chosen].mean()
         torch.testing.assert_close(result.norm[1, group], mean, rtol=1e-4, atol=1e-6)
     saliency.labels = torch.zeros(1, 1, dtype=torch.long)
-    with Lens(model, saliency), pytest.raises(InputError, match="labels"):
+    with pytest.raises(InputError, match="labels"), Lens(model, saliency):
         loss_of(model(**batch)).backward()
 
 

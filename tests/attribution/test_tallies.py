@@ -6,17 +6,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from attnlens.attribution.jacobian import contributions
-from attnlens.attribution.tallies import (
-    DISTANCE_GROUPS,
+from attnlens.attribution.box_plots import (
     HISTOGRAM_BINS,
-    Tally,
     box_statistics,
     histogram_quantiles,
-    jackknife_total,
+    share_histogram,
+)
+from attnlens.attribution.sketches import contributions, jackknife
+from attnlens.attribution.tallies import (
+    DISTANCE_GROUPS,
+    Tally,
     layer_profile,
     own_contribution,
-    own_histogram,
     tally_distance,
     tally_labels,
     tally_not_main,
@@ -24,6 +25,7 @@ from attnlens.attribution.tallies import (
     tally_own,
 )
 from attnlens.errors import InputError
+from attnlens.observer import label_members
 
 LAYERS, BATCH, TOKENS, LABELS, RADIUS = 2, 3, 14, 3, 4
 
@@ -108,8 +110,8 @@ TALLIES = {
 def test_tallies_equal_loops(quantity, labelled, flags, seed):
     tally, width, entries = TALLIES[quantity]
     contribution, mask, labels = texts(seed, flags)
-    arguments = (labels, LABELS) if labelled else ()
-    result = tally(contribution, mask, *arguments)
+    members = label_members(labels, mask, LABELS) if labelled else None
+    result = tally(contribution, mask, members)
     total, count = naive_tally(contribution, mask, labels if labelled else None, width, entries)
     np.testing.assert_allclose(result.total, total, atol=1e-12)
     np.testing.assert_array_equal(result.count.expand_as(result.total), count)
@@ -119,7 +121,7 @@ def test_tallies_equal_loops(quantity, labelled, flags, seed):
 @given(flags=st.none() | masks, seed=st.integers(0, 99))
 def test_contributions_between_labels_equal_loops(flags, seed):
     contribution, mask, labels = texts(seed, flags)
-    result = tally_labels(contribution, mask, labels, LABELS)
+    result = tally_labels(contribution, mask, label_members(labels, mask, LABELS))
     total, count = np.zeros((LAYERS, LABELS, LABELS)), np.zeros(LABELS)
     for example, target, label in real_targets(mask, labels):
         count[label] += 1
@@ -134,7 +136,7 @@ def test_contributions_between_labels_equal_loops(flags, seed):
 def test_contributions_to_chosen_tokens_sum_to_one():
     contribution, mask, _ = texts()
     first = (torch.arange(TOKENS) == 0).long().expand(BATCH, -1)
-    means = tally_labels(contribution, mask, first, 2).mean()
+    means = tally_labels(contribution, mask, label_members(first, mask, 2)).mean()
     torch.testing.assert_close(means.sum(-1), torch.ones(LAYERS, 2, dtype=torch.float64))
     expected = contribution[:, :, 0, 0].mean(1)  # every example's first token is real
     torch.testing.assert_close(means[:, 1, 1], expected)
@@ -144,9 +146,10 @@ def test_contributions_to_chosen_tokens_sum_to_one():
 def test_tallies_of_parts_add_up_to_the_whole(quantity):
     tally, _, _ = TALLIES[quantity]
     contribution, mask, labels = texts()
-    whole = tally(contribution, mask, labels, LABELS)
+    members = label_members(labels, mask, LABELS)
+    whole = tally(contribution, mask, members)
     parts = [
-        tally(contribution[:, rows], mask[rows], labels[rows], LABELS)
+        tally(contribution[:, rows], mask[rows], members[rows])
         for rows in (slice(0, 1), slice(1, 3))
     ]
     merged = parts[0] + parts[1]
@@ -160,9 +163,11 @@ def test_padding_changes_nothing_even_if_not_finite():
     garbage = contribution.masked_fill(~(mask[:, :, None] & mask[:, None, :]), torch.nan)
     for tally, _, _ in TALLIES.values():
         assert torch.equal(tally(garbage, mask).total, tally(contribution, mask).total)
-    assert torch.equal(own_histogram(garbage, mask), own_histogram(contribution, mask))
-    between = tally_labels(garbage, mask, labels, LABELS).total
-    assert torch.equal(between, tally_labels(contribution, mask, labels, LABELS).total)
+    members = label_members(labels, mask, LABELS)
+    counts = [share_histogram(own_contribution(c), members) for c in (garbage, contribution)]
+    assert torch.equal(*counts)
+    between = tally_labels(garbage, mask, members).total
+    assert torch.equal(between, tally_labels(contribution, mask, members).total)
 
 
 def test_equal_contributions_leave_a_token_its_own_main_contributor():
@@ -173,8 +178,8 @@ def test_equal_contributions_leave_a_token_its_own_main_contributor():
 @pytest.mark.parametrize("labelled", [False, True])
 def test_histograms_count_every_real_token_in_its_bin(labelled):
     contribution, mask, labels = texts()
-    arguments = (labels, LABELS) if labelled else ()
-    counts = own_histogram(contribution, mask, *arguments)
+    members = label_members(labels, mask, LABELS) if labelled else mask[..., None]
+    counts = share_histogram(own_contribution(contribution), members)
     expected = np.zeros((LAYERS, LABELS if labelled else 1, HISTOGRAM_BINS))
     for example, target, label in real_targets(mask, labels if labelled else None):
         for layer in range(LAYERS):
@@ -213,8 +218,8 @@ def test_empty_histograms_have_no_quantiles():
 
 
 def histogram_of(values):
-    own = torch.tensor(np.array(values)).reshape(-1, 1, 1)
-    return own_histogram(own, torch.ones(len(own), 1, dtype=torch.bool))[0]
+    shares = torch.tensor(np.array(values))[None]
+    return share_histogram(shares, torch.ones(1, len(values), 1, dtype=torch.bool))[0]
 
 
 def test_layer_profiles_sum_to_a_hundred_percent():
@@ -228,8 +233,9 @@ def test_layer_profiles_sum_to_a_hundred_percent():
 def test_one_layer_at_a_time_equals_all_at_once():
     contribution, mask, labels = texts()
     for tally, _, _ in TALLIES.values():
-        layers = [tally(c, mask, labels, LABELS).total for c in contribution]
-        together = tally(contribution, mask, labels, LABELS).total
+        members = label_members(labels, mask, LABELS)
+        layers = [tally(c, mask, members).total for c in contribution]
+        together = tally(contribution, mask, members).total
         torch.testing.assert_close(torch.stack(layers), together, rtol=0, atol=1e-12)
 
 
@@ -245,42 +251,42 @@ def test_mean_of_nothing_is_nan():
 
 
 @pytest.mark.parametrize(
-    ("contribution", "mask", "labels", "named"),
+    ("contribution", "mask", "members", "named"),
     [
         (torch.rand(2, 3, 4), torch.ones(2, 3, dtype=torch.bool), None, "contribution"),
         (torch.rand(3, 3), torch.ones(2, 3, dtype=torch.bool), None, "contribution"),
         (torch.rand(2, 3, 3), torch.ones(2, 3), None, "boolean"),
         (torch.rand(2, 3, 3), torch.ones(2, 1, 1, 3, dtype=torch.bool), None, "mask"),
-        (torch.rand(2, 3, 3), torch.ones(2, 3, dtype=torch.bool), torch.zeros(3), "labels"),
+        (torch.rand(2, 3, 3), torch.ones(2, 3, dtype=torch.bool), torch.zeros(3), "members"),
     ],
 )
-@pytest.mark.parametrize("tally", [tally_own, tally_distance, own_histogram])
-def test_wrong_arguments_are_named(tally, contribution, mask, labels, named):
+@pytest.mark.parametrize("tally", [tally_own, tally_distance, tally_labels])
+def test_wrong_arguments_are_named(tally, contribution, mask, members, named):
     with pytest.raises(InputError, match=named):
-        tally(contribution, mask, labels)
+        tally(contribution, mask, members)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 6), st.integers(0, 99))
-def test_jackknife_total_equals_pseudo_values(probes, seed):
+def test_jackknife_equals_pseudo_values(probes, seed):
     """The corrected total is the mean of the pseudo-values, as far as k probes are no sample."""
     size = probes + 3
     totals = torch.rand(1 + probes, 2, 3, generator=torch.Generator().manual_seed(seed)).double()
     whole, rest = totals[0], list(totals[1:])
     pseudo = torch.stack([probes * whole - (probes - 1) * without for without in rest])
     sampled = 1 - probes / size
-    corrected, variance = jackknife_total(totals, size)
+    corrected, variance = jackknife(totals[0], totals[1:], size)
     torch.testing.assert_close(corrected, whole + sampled * (pseudo.mean(0) - whole))
     torch.testing.assert_close(variance, sampled * pseudo.var(0) / probes)
 
 
-def test_jackknife_total_at_the_extremes():
+def test_jackknife_at_the_extremes():
     totals = torch.rand(2, 3)
-    exact, none = jackknife_total(totals[:1], 8)
+    exact, none = jackknife(totals[0], totals[:0], 8)
     assert torch.equal(exact, totals[0]) and not none.any()
-    single, unknown = jackknife_total(totals, 8)
+    single, unknown = jackknife(totals[0], totals[1:], 8)
     assert torch.equal(single, totals[0]) and unknown.isnan().all()
-    _, certain = jackknife_total(torch.rand(9, 3), 8)
+    _, certain = jackknife(totals[0], torch.rand(8, 3), 8)
     assert not certain.any()
 
 
@@ -294,7 +300,7 @@ def test_jackknife_removes_the_bias_of_a_square_root():
     ]).T  # [k, runs]
     rest = (samples.sum(0) - samples) / (probes - 1)
     plain = samples.mean(0).sqrt()
-    corrected, _ = jackknife_total(torch.cat([plain[None], rest.sqrt()]), 40)
+    corrected, _ = jackknife(plain, rest.sqrt(), 40)
     error = plain.std() / runs**0.5
     assert exact - plain.mean() > 6 * error
     assert abs(corrected.mean() - exact) < 3 * error

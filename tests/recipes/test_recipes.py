@@ -263,3 +263,11 @@ def test_recipes_need_neither_typer_nor_rich() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=1800
     )
     assert finished.returncode == 0, finished.stderr
+
+
+def test_a_share_of_contributions_that_are_not_finite_is_not_a_number() -> None:
+    shares = torch.tensor([[[0.75, 0.6], [0.25, 0.4]]]).repeat(2, 1, 1)
+    shares[1, 0, 0] = torch.nan
+    sentence = SentenceAttribution("model", ("a", "b"), None, shares, torch.zeros_like(shares))
+    assert sentence.not_main[0] == 0.5 and sentence.not_main[1].isnan()
+    assert sentence.own[0].tolist() == pytest.approx([0.75, 0.4])

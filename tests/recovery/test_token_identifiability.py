@@ -24,7 +24,16 @@ from attnlens import (
 )
 from attnlens.capture import LayerCapture
 from attnlens.recovery import token_store
-from attnlens.recovery.token_store import TEST, TRAIN, VALIDATION, PackedTokens, TokenStore
+from attnlens.recovery.packed_tokens import (
+    TEST,
+    TRAIN,
+    VALIDATION,
+    PackedTokens,
+    summed_equations,
+)
+from attnlens.recovery.ridge_maps import best_ridge_maps
+from attnlens.recovery.token_identifiability import ENTERED
+from attnlens.recovery.token_store import TokenStore
 from tests.conftest import Encoder
 from tests.support.models import build, text_inputs
 
@@ -204,8 +213,9 @@ def test_streaming_closed_form_is_the_batch_solution() -> None:
     assert torch.equal(found.ridge, expected.ridge)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
     assert torch.equal(found.rate, expected.rate)
-    keys = streaming.layer_keys()
-    maps = streaming._fit(0, keys).parameters
+    sums = streaming.sums["layer.*", ENTERED]
+    equations = (summed_equations(sums, split, 0) for split in (TRAIN, VALIDATION))
+    maps = best_ridge_maps(*equations).parameters
     hidden = torch.cat([shard().hidden for shard in batch.store.shards(TRAIN)], 1).double()
     for layer in range(2):
         e, x = hidden[layer + 1].numpy(), hidden[0].numpy()
@@ -461,8 +471,9 @@ def test_layers_that_change_the_tokens_or_do_not_always_run_are_refused() -> Non
     observer = TokenIdentifiability()
     hidden, mask = torch.ones(1, 6, WIDTH), torch.ones(1, 6, dtype=torch.bool)
     observer.begin_forward({})
+    observer.update_layer(capture(hidden, hidden[:, ::2], mask, 0))
     with pytest.raises(UnsupportedAttentionError, match=r"layer\.0 leaves \[1, 3, 8\]"):
-        observer.update_layer(capture(hidden, hidden[:, ::2], mask, 0))
+        observer.end_forward(True)
     feed(observer, texts(4))
     with pytest.raises(UnsupportedAttentionError, match="LayerDrop"):
         feed(observer, texts(4), layers=1)
@@ -485,7 +496,7 @@ def test_wrong_arguments_are_named() -> None:
         observer.merge(TokenIdentifiability("naive", seed=2))
     with pytest.raises(AttnLensError, match="split is empty: 0 of 1"):
         feed(TokenIdentifiability("naive"), texts(1)).compute()
-    with pytest.raises(InputError, match="labels must have the shape"):
+    with pytest.raises(InputError, match="labels must be integers, one for each token"):
         feed(TokenIdentifiability("naive", labels=torch.zeros(1, 2)), texts(4))
 
 
@@ -508,10 +519,10 @@ def test_towers_that_take_turns_are_told_apart() -> None:
     observer.begin_forward({"input_ids": ids})
     outputs = []
     for layer in range(2):
-        hidden = outputs[-1] if outputs else entered
+        hidden = outputs[-1].clone() if outputs else entered
         outputs.append(leave(entered, ids, layer))
         observer.update_layer(capture(hidden, outputs[-1], mask, layer))
-        other = capture(hidden, hidden, mask, layer)
+        other = capture(entered, entered, mask, layer)
         observer.update_layer(replace(other, stack="tower.*"))
     kept = [output.clone() for output in outputs]
     for output in outputs:

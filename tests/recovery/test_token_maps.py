@@ -14,20 +14,23 @@ from scipy.spatial.distance import cdist
 from torch import Tensor, nn
 
 from attnlens.errors import InputError, NonFiniteError
-from attnlens.recovery.map_training import MapTraining, TrainedMaps, train_maps
-from attnlens.recovery.token_maps import (
-    NormalEquations,
-    apply_map,
+from attnlens.recovery.map_training import MapTraining, train_maps
+from attnlens.recovery.packed_tokens import neighbour_rows
+from attnlens.recovery.ridge_maps import (
+    added_equations,
     best_ridge_maps,
+    mean_squared_error,
+    normal_equations,
+    ridge_maps,
+)
+from attnlens.recovery.token_maps import (
+    Maps,
+    apply_map,
     glorot_parameters,
     has_neighbour,
     identified,
     map_loss,
-    mean_squared_error,
-    neighbour_rows,
-    normal_equations,
     rescaled,
-    ridge_maps,
     rotated,
 )
 
@@ -145,13 +148,9 @@ def problem(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return hidden, target
 
 
-def added(parts: list[NormalEquations]) -> NormalEquations:
-    return NormalEquations(*(sum(entries) for entries in zip(*parts, strict=True)))
-
-
 def test_streamed_ridge_maps_equal_the_batch_solution() -> None:
     hidden, target = problem(90)
-    streamed = added([
+    streamed = added_equations([
         normal_equations(hidden[:, rows], target[rows]) for rows in torch.arange(90).split(17)
     ])
     assert streamed.tokens.tolist() == [90, 90]
@@ -203,7 +202,7 @@ SETTINGS = MapTraining(learning_rate=3e-2, batch_size=16, patience=3, max_epochs
 
 def train(
     kind: str, distance: str, settings: MapTraining = SETTINGS, layers: slice = slice(None)
-) -> TrainedMaps:
+) -> Maps:
     parts = [split(50, 0), split(33, 7)]
     shards = [partial(lambda part: (part[0][layers], part[1]), part) for part in parts]
     hidden, target = split(40, 3)
@@ -291,7 +290,7 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="other hidden states"):
         train("linear", "cosine", settings, slice(0, 2))
     (tmp_path / "maps.safetensors").write_bytes(b"half a file")
-    with pytest.raises(InputError, match="not a complete safetensors file"):
+    with pytest.raises(InputError, match="not a complete checkpoint"):
         train("linear", "cosine", settings)
 
 
