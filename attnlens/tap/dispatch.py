@@ -19,9 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-from attnlens.capture import Masking
 from attnlens.tap.hooks import is_suspended
-from attnlens.tap.masks import normalise_mask
 from attnlens.tap.shared import SharedSetting, ThreadDepth
 
 
@@ -41,6 +39,14 @@ class InterfaceCall:
     arguments: dict[str, Any]
     context: Tensor
 
+    @property
+    def is_causal(self) -> bool:
+        """The causal rule as the implementations resolve it; eager attention has none."""
+        if self.implementation == "eager":
+            return False
+        given = self.arguments.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if given is None else given)
+
 
 Listener = Callable[[InterfaceCall], None]
 
@@ -56,15 +62,7 @@ _INHERITED = {name for name in _ORIGINALS if name not in vars(AttentionInterface
 
 @contextmanager
 def listen(modules: Iterable[nn.Module], listener: Listener) -> Iterator[None]:
-    """Hand every attention call of some modules to a listener, for the duration of a block.
-
-    Args:
-        modules: attention modules.
-        listener: called after each of their attention calls, in the thread of the call.
-
-    Yields:
-        Nothing.
-    """
+    """Hand every attention call of some modules to a listener, in the thread of the call."""
     identities = [id(module) for module in modules]
     with _wrapped.held():
         with _lock:
@@ -82,39 +80,8 @@ def listen(modules: Iterable[nn.Module], listener: Listener) -> Iterator[None]:
 
 
 def running() -> bool:
-    """Whether an attention function of the interface is running in this thread."""
+    """Tell whether an attention function of the interface is running in this thread."""
     return bool(_running)
-
-
-def masking_of(call: InterfaceCall, query: Tensor, key: Tensor) -> Masking:
-    """Find what restricts and shifts the logits of a call.
-
-    Args:
-        call: the call.
-        query: `[B, H, Q, D]`.
-        key: `[B, Hkv, K, D]`.
-
-    Returns:
-        Mask, additive mask and causal rule in the common convention, without position bias.
-    """
-    resolved = {**call.arguments, "is_causal": is_causal(call)}
-    raw = call.arguments.get("attention_mask")
-    return normalise_mask(raw, call.implementation, query, key, resolved)
-
-
-def is_causal(call: InterfaceCall) -> bool:
-    """Resolve the causal rule as the implementations do; eager attention has none.
-
-    Args:
-        call: the call.
-
-    Returns:
-        The keyword argument, else the module's own setting, else True.
-    """
-    if call.implementation == "eager":
-        return False
-    given = call.arguments.get("is_causal")
-    return bool(getattr(call.module, "is_causal", True) if given is None else given)
 
 
 def _install() -> None:

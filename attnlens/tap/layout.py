@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 HEAD_COUNTS = (
@@ -68,20 +69,6 @@ def matmul_product(attention: Tensor, value: Tensor, output: Tensor) -> Product:
     )
 
 
-def transposed_product(value: Tensor, attention: Tensor, output: Tensor) -> Product:
-    """Read `Vᵀ Aᵀ = Oᵀ` as a product A·V.
-
-    Args:
-        value: `[..., D, K]`.
-        attention: `[..., K, Q]`.
-        output: `[..., D, Q]`.
-
-    Returns:
-        The product.
-    """
-    return matmul_product(attention.mT, value.mT, output.mT)
-
-
 def einsum_product(
     equation: str, attention: Tensor, value: Tensor, output: Tensor, attention_first: bool
 ) -> Product | None:
@@ -101,18 +88,10 @@ def einsum_product(
     named = sum(label.isalpha() for label in equation.partition("->")[2])
     shared = "".join(chr(ord("À") + i) for i in range(output.dim() - named))
     inputs, _, result = equation.replace(" ", "").replace("...", shared).partition("->")
-    terms = inputs.split(",")
-    if (
-        len(terms) != 2
-        or not result
-        or list(map(len, terms))
-        != [
-            operand.dim()
-            for operand in ((attention, value) if attention_first else (value, attention))
-        ]
-    ):
+    terms = inputs.split(",") if attention_first else inputs.split(",")[::-1]
+    if [len(term) for term in terms] != [attention.dim(), value.dim()] or not result:
         return None
-    a, v = terms if attention_first else reversed(terms)
+    a, v = terms
     keys = [label for label in a if label in v and label not in result]
     queries = [label for label in a if label in result and label not in v]
     widths = [label for label in v if label in result and label not in a]
@@ -161,7 +140,7 @@ def _fold(tensor: Tensor, axis: int, heads: int, split: bool) -> Tensor:
     if axis < 0:
         return tensor.reshape(-1, 1, *tensor.shape[-2:])
     if split:
-        tensor = tensor.unflatten(axis, (-1, heads))
+        tensor = torch.unflatten(tensor, axis, (-1, heads))
         axis += 1
     moved = tensor.movedim(axis, -3)
     return moved.reshape(math.prod(moved.shape[:-3]), *moved.shape[-3:])

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from attnlens import HeadStatistics, InputError, Lens, mask_heads, prune_heads
 from attnlens.errors import UnsupportedAttentionError
-from attnlens.pruning.headed import find_headed, head_layout
-from attnlens.pruning.heads import Probe
+from attnlens.pruning.division import find_divisions, head_layout
+from attnlens.tap.trial import Trial
 from tests.support import heads
 from tests.support.hooks import is_clean
 from tests.support.models import HEADS, HIDDEN, LAYERS, WIDTH
@@ -337,10 +337,10 @@ def test_what_is_not_divided_among_heads_is_left_alone(support: Tensor) -> None:
     assert head_layout(support) is None
 
 
-def test_every_headed_weight_of_bert_is_found_and_no_other() -> None:
+def test_every_divided_weight_of_bert_is_found_and_no_other() -> None:
     model = heads.build("bert")
     layers = heads.layers_of(model, heads.inputs("bert"))
-    found = find_headed(Probe(model, heads.inputs("bert")), layers)
+    found = find_divisions(Trial(model, heads.inputs("bert")), layers)
     names = {module: name for name, module in model.named_modules()}
     for index, layer in enumerate(found):
         got = {(names[w.module].split(f"layer.{index}.")[1], w.name) for w in layer.weights}

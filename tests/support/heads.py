@@ -10,7 +10,8 @@ import transformers as hf
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnlens.pruning.heads import LayerHeads, Probe, find_heads
+from attnlens.pruning.heads import LayerHeads, find_heads
+from attnlens.tap.trial import Trial
 from tests.support import models
 from tests.support.models import FAMILIES, IMAGE, TEXT, VOCABULARY, Family
 
@@ -81,7 +82,7 @@ def inputs(name: str) -> dict[str, Tensor]:
 
 
 def layers_of(model: PreTrainedModel, given: dict[str, Tensor]) -> tuple[LayerHeads, ...]:
-    return find_heads(Probe(model, given))
+    return find_heads(Trial(model, given))
 
 
 def some_heads(name: str, model: PreTrainedModel) -> Plan:
