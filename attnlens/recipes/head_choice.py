@@ -17,7 +17,7 @@ from attnlens.pruning.removal import PruningReport, prune_heads
 from attnlens.pruning.scores import STATISTICS
 from attnlens.pruning.sweep import pruning_curve
 from attnlens.recipes.ingredients import Progress, reader, silent
-from attnlens.texts.loading import TextModel
+from attnlens.texts.batching import TextModel
 
 SCORES = (*STATISTICS, "magnitude", "random")  # those that need no labels
 

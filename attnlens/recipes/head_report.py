@@ -17,7 +17,7 @@ from attnlens.recipes.page_content import CloseLook, PageContent, lay_out, look_
 from attnlens.recovery.token_identifiability import TokenIdentifiability
 from attnlens.reporting.page import Report
 from attnlens.saving import save
-from attnlens.texts.loading import TextModel
+from attnlens.texts.batching import TextModel
 
 FIELDS = tuple(entry.name for entry in fields(HeadStatisticsResult) if entry.type == "Tensor")
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attnlens.files import versions
-from attnlens.texts.loading import TextModel, TokenisedTexts, load_text_model
+from attnlens.texts.batching import TextModel, TokenisedTexts
+from attnlens.texts.loading import load_text_model
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and how much there is to do."""

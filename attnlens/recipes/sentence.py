@@ -12,7 +12,7 @@ from attnlens.attribution.hidden_tokens import HiddenTokenAttribution
 from attnlens.errors import InputError
 from attnlens.lens import Lens
 from attnlens.recipes.ingredients import Progress, plain, reader, silent
-from attnlens.texts.loading import TextModel
+from attnlens.texts.batching import TextModel
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from attnlens.comparison import HeadDrift, compare
 from attnlens.errors import InputError
 from attnlens.recipes.ingredients import Progress, plain, reader, silent
-from attnlens.texts.loading import TextModel
+from attnlens.texts.batching import TextModel
 
 DriftField = Literal["effective_cosine", "raw_cosine", "effective_fraction_change"]
 
