@@ -84,7 +84,17 @@ def find_heads(trial: Trial, kinds: Kinds = None) -> tuple[LayerHeads, ...]:
     Raises:
         UnsupportedAttentionError: if no attention was seen.
     """
-    captures = _captures(trial, kinds)
+    captures: list[Capture] = []
+    received: dict[str, list[Tensor]] = {}  # by linear modules, call by call
+
+    def keep(name: str, module: nn.Module, tensor: Tensor) -> None:
+        received.setdefault(name, []).append(tensor)
+
+    with ExitStack() as stack, torch.no_grad():
+        for handle in linear_hooks(trial.model, keep):
+            stack.callback(handle.remove)
+        Tap(select(Catalogue(trial.model), kinds=kinds), captures.append).attach(stack)
+        trial()
     if not captures:
         raise UnsupportedAttentionError(
             f"No attention was seen in {type(trial.model).__name__}, so it has no heads to mask, "
@@ -93,35 +103,11 @@ def find_heads(trial: Trial, kinds: Kinds = None) -> tuple[LayerHeads, ...]:
     by_layer: dict[LayerKey, list[Capture]] = {}
     for capture in captures:
         by_layer.setdefault((capture.stack, capture.layer), []).append(capture)
-    calls = {name: iter(inputs) for name, inputs in _received(trial, captures).items()}
+    calls = {name: iter(tensors) for name, tensors in received.items()}
     modules = dict(trial.model.named_modules())
     layers = [_layer(calls, modules, group) for group in by_layer.values()]
     stacks = list(dict.fromkeys(stack for stack, _ in by_layer))
     return tuple(sorted(layers, key=lambda layer: (stacks.index(layer.stack), layer.layer)))
-
-
-def _captures(trial: Trial, kinds: Kinds) -> list[Capture]:
-    captures: list[Capture] = []
-    with ExitStack() as stack, torch.no_grad():
-        Tap(select(Catalogue(trial.model), kinds=kinds), captures.append).attach(stack)
-        trial()
-    return captures
-
-
-def _received(trial: Trial, captures: list[Capture]) -> dict[str, list[Tensor]]:
-    """The inputs of the output projections of some captures, by name and call by call."""
-    projections = (capture.output_projection for capture in captures)
-    inputs: dict[str, list[Tensor]] = {p.name: [] for p in projections if p is not None}
-
-    def keep(name: str, module: nn.Module, received: Tensor) -> None:
-        if name in inputs:
-            inputs[name].append(received)
-
-    with ExitStack() as stack, torch.no_grad():
-        for handle in linear_hooks(trial.model, keep):
-            stack.callback(handle.remove)
-        trial()
-    return inputs
 
 
 def _layer(
@@ -144,7 +130,7 @@ def _layer(
         return replace(bare, reason=first.projection_reason)
     if any(o.output_projection is None or o.output_projection.name != output.name for o in others):
         return replace(bare, reason="its attention products go to different output projections")
-    received = next(calls[output.name], None)
+    received = next(calls.get(output.name, iter(())), None)
     if received is None:
         return replace(bare, reason=f"{output.name} is applied without being called as a module")
     context = first.context.transpose(1, 2).flatten(2)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from attnlens.tap.hooks import is_suspended
-from attnlens.tap.shared import SharedSetting, ThreadDepth
+from attnlens.tap.shared import SharedSetting, ThreadDepth, replaced
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +53,6 @@ Listener = Callable[[InterfaceCall], None]
 _lock = threading.Lock()
 _running = ThreadDepth()
 _listeners: dict[int, tuple[Listener, ...]] = {}
-_ORIGINALS = {
-    name: inspect.getattr_static(AttentionInterface, name)
-    for name in ("get_interface", "__getitem__")
-}
-_INHERITED = {name for name in _ORIGINALS if name not in vars(AttentionInterface)}
 
 
 @contextmanager
@@ -84,29 +79,28 @@ def running() -> bool:
     return bool(_running)
 
 
-def _install() -> None:
+@contextmanager
+def _wrapping() -> Iterator[None]:
+    """Let both ways to an attention function lead to it wrapped."""
+    interface: Any = AttentionInterface
+    named, indexed = interface.get_interface, interface.__getitem__
+
     def get_interface(self: AttentionInterface, implementation: str, default: Any) -> Any:
-        function = _ORIGINALS["get_interface"](self, implementation, default)
+        function = named(self, implementation, default)
         eager = implementation in (None, "eager") or function is default
         return _watched(function, "eager" if eager else implementation)
 
     def getitem(self: AttentionInterface, implementation: str) -> Any:
-        return _watched(_ORIGINALS["__getitem__"](self, implementation), implementation)
+        return _watched(indexed(self, implementation), implementation)
 
-    interface: Any = AttentionInterface
-    interface.get_interface = get_interface
-    interface.__getitem__ = getitem
-
-
-def _uninstall() -> None:
-    for name, original in _ORIGINALS.items():
-        if name in _INHERITED:
-            delattr(AttentionInterface, name)
-        else:
-            setattr(AttentionInterface, name, original)
+    with (
+        replaced(interface, "get_interface", get_interface),
+        replaced(interface, "__getitem__", getitem),
+    ):
+        yield
 
 
-_wrapped = SharedSetting(_install, _uninstall)
+_wrapped = SharedSetting(_wrapping)
 
 
 def _watched(function: Callable[..., Any], implementation: str) -> Callable[..., Any]:

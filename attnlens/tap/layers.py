@@ -81,11 +81,10 @@ class LayerTap:
         self._attached = True
         stack.callback(self._detach)
         for layer in self.layers:
-            module = layer.module
-            enter, leave = Hook(self._enter_hook(layer)), Hook(self._leave_hook(layer))
-            before = module.register_forward_pre_hook(enter, with_kwargs=True)
+            enter, leave = Hook(partial(self._enter, layer)), Hook(partial(self._leave, layer))
+            before = layer.module.register_forward_pre_hook(enter, with_kwargs=True)
             stack.callback(before.remove)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            stack.callback(layer.module.register_forward_hook(leave, always_call=True).remove)
 
     @property
     def silent(self) -> list[str]:
@@ -163,39 +162,34 @@ class LayerTap:
                 return running
         return None
 
-    def _enter_hook(self, layer: Site) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-            if not self._forwards.running or replaying():
-                return
-            self._order.invoke(layer)
-            self.fired.add(layer.name)
-            taken = LayerCall.of(layer.name, module, args, kwargs)
-            if taken is None:
-                self._tails[layer.stack] = _UNKNOWN
-                return
-            call, hidden = taken
-            tail = self._tails.get(layer.stack)
-            link: Link = "first"
-            if tail is not None:
-                link = "next" if tail[0] is hidden and tail[1] == _version(hidden) else "broken"
-            # A copy, because a layer may change its own input in place.
-            copy = hidden.detach().clone()
-            index = self._order.layer(layer)
-            self._running[layer.name] = _Running(call, hidden, copy, link, index)
+    def _enter(
+        self, layer: Site, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        if not self._forwards.running or replaying():
+            return
+        self._order.invoke(layer)
+        self.fired.add(layer.name)
+        taken = LayerCall.of(layer.name, module, args, kwargs)
+        if taken is None:
+            self._tails[layer.stack] = _UNKNOWN
+            return
+        call, hidden = taken
+        tail = self._tails.get(layer.stack)
+        link: Link = "first"
+        if tail is not None:
+            link = "next" if tail[0] is hidden and tail[1] == _version(hidden) else "broken"
+        # A copy, because a layer may change its own input in place.
+        copy = hidden.detach().clone()
+        self._running[layer.name] = _Running(call, hidden, copy, link, self._order.layer(layer))
 
-        return enter
-
-    def _leave_hook(self, layer: Site) -> Callable[..., None]:
-        def leave(module: nn.Module, args: Sequence[Any], output: Any) -> None:
-            running = self._running.pop(layer.name, None)
-            tensors = output_tensors(output)
-            if running is None or not tensors or replaying():
-                return
-            self._tails[layer.stack] = tensors[0], _version(tensors[0])
-            with _unheard():
-                self._take(layer, running, tensors[0])
-
-        return leave
+    def _leave(self, layer: Site, module: nn.Module, args: Sequence[Any], output: Any) -> None:
+        running = self._running.pop(layer.name, None)
+        tensors = output_tensors(output)
+        if running is None or not tensors or replaying():
+            return
+        self._tails[layer.stack] = tensors[0], _version(tensors[0])
+        with _unheard():
+            self._take(layer, running, tensors[0])
 
     def _take(self, layer: Site, running: _Running, left: Tensor) -> None:
         """Describe a layer that ran, and tell the observers."""
@@ -228,7 +222,7 @@ class LayerTap:
             for observer in self._observers:
                 receive = observer.watch_hidden(state)
                 if receive is not None:
-                    hook(self._receiver(receive, layout))
+                    hook(partial(self._receive, receive, layout))
 
         if live.requires_grad:
             register()
@@ -237,15 +231,10 @@ class LayerTap:
             # the graph afterwards.
             self._late.append(register)
 
-    def _receiver(
-        self, receive: Callable[[Tensor], None], layout: Layout
-    ) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            if self._attached:
-                with _unheard():
-                    receive(arranged(gradient, layout))
-
-        return hook
+    def _receive(self, receive: Callable[[Tensor], None], layout: Layout, gradient: Tensor) -> None:
+        if self._attached:
+            with _unheard():
+                receive(arranged(gradient, layout))
 
     def _layout(self, layer: Site, running: _Running) -> Layout:
         """How the layers of a stack have their hidden states; tried out once, where in doubt."""

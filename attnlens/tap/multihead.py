@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnlens.tap.shared import SharedSetting, ThreadDepth
+from attnlens.tap.shared import SharedSetting, ThreadDepth, replaced
 
-_functional: Any = F
-_HAS_TORCH_FUNCTION = _functional.has_torch_function
+_HAS_TORCH_FUNCTION = torch.overrides.has_torch_function
 _open = ThreadDepth()
 
 
@@ -21,10 +20,7 @@ def _has_torch_function(tensors: Any) -> bool:
     return not _open and bool(_HAS_TORCH_FUNCTION(tensors))
 
 
-_answering = SharedSetting(
-    lambda: setattr(_functional, "has_torch_function", _has_torch_function),
-    lambda: setattr(_functional, "has_torch_function", _HAS_TORCH_FUNCTION),
-)
+_answering = SharedSetting(lambda: replaced(F, "has_torch_function", _has_torch_function))
 
 
 @contextmanager

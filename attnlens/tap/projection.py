@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -114,14 +115,11 @@ def linear_hooks(
         One handle per module, as soon as it is registered; the caller removes them.
     """
 
-    def hook_for(name: str) -> Callable[[nn.Module, Sequence[Any]], None]:
-        def hook(module: nn.Module, args: Sequence[Any]) -> None:
-            if args and isinstance(args[0], Tensor):
-                received(name, module, args[0])
-
-        return hook
+    def report(name: str, module: nn.Module, args: Sequence[Any]) -> None:
+        if args and isinstance(args[0], Tensor):
+            received(name, module, args[0])
 
     for name, module in model.named_modules():
         if is_linear(module):
             # First in line: other hooks may replace the input, as those that mask heads do.
-            yield module.register_forward_pre_hook(Hook(hook_for(name)), prepend=True)
+            yield module.register_forward_pre_hook(Hook(partial(report, name)), prepend=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -125,17 +126,16 @@ class TraceScope:
             if not name:
                 continue  # the root of a discovery is pushed by begin()
             module = self._modules[name]
-            enter = Hook(self._enter_hook(name))
+            enter = Hook(partial(self._enter, name))
             self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(module.register_forward_hook(Hook(self._leave), always_call=True))
         self._followed = names
 
-    def _enter_hook(self, name: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._signature is not None and (self._replays or not replaying()):
-                self._push(name, module, args, kwargs)
-
-        return enter
+    def _enter(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._signature is not None and (self._replays or not replaying()):
+            self._push(name, module, args, kwargs)
 
     def _push(self, name: str, module: nn.Module, args: Any = (), kwargs: Any = None) -> None:
         paused = isinstance(module, nn.MultiheadAttention) and takes_fused_path(

@@ -61,27 +61,20 @@ class Catalogue:
         self._decoders = _decoder_names(self._modules)
         config = next((inner.config for inner in pretrained_models(model)), None)
         self._declared: Any = getattr(config, "num_hidden_layers", 0)
-        dispatching = [named for named in self._modules.items() if dispatches(named[1].__class__)]
+        dispatching = [n for n, module in self._modules.items() if dispatches(module.__class__)]
         # Where some modules of a stack use the interface, these alone count as its layers.
-        self._peers = {**_by_stack(self._modules), **_by_stack(name for name, _ in dispatching)}
+        self._peers = {**_by_stack(self._modules), **_by_stack(dispatching)}
         self._sites: dict[str, Site] = {}
-        self.interface = tuple(self.site(name, module) for name, module in dispatching)
+        self.interface = tuple(map(self.site, dispatching))
 
-    def site(self, name: str, module: nn.Module) -> Site:
-        """Describe a module as an attention site.
-
-        Args:
-            name: its qualified name in the model.
-            module: the module.
-
-        Returns:
-            The site, the same object for the same name.
-        """
+    def site(self, name: str) -> Site:
+        """Describe the module of a name as an attention site; always by the same object."""
         if name not in self._sites:
             stack = _stack_of(name)
             peers = self._peers[stack]
             if name not in peers:  # runs its own attention where its peers use the interface
                 peers.append(name)
+            module = self._modules[name]
             kind = self._kind(name, module)
             self._sites[name] = Site(name, module, stack, peers.index(name), kind)
         return self._sites[name]

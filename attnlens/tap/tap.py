@@ -55,6 +55,7 @@ class Tap:
         gradients: what follows the contexts into the backward pass, or None.
         fired: names of the sites that were heard at least once.
         heard: names of all modules with attention, chosen or not, that ran.
+        fused: names of modules that ran torch's fused attention, which hides A.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Tap:
             self._waiting.received_by_weight,
             replays=deliver_gradient is not None,
         )
+        self.fused = self._scope.fused
         self._order = LayerOrder()
         self._maskings = Maskings()
 
@@ -120,11 +122,6 @@ class Tap:
         stack.enter_context(listen(modules, self._heard_call))
         if self.layers is not None:
             self.layers.attach(stack)
-
-    @property
-    def fused(self) -> set[str]:
-        """Names of modules that ran torch's fused attention, which hides A."""
-        return self._scope.fused
 
     @property
     def silent(self) -> list[str]:
@@ -182,7 +179,7 @@ class Tap:
         )
 
     def _heard_event(self, frame: Frame, event: Event) -> None:
-        site = self._selection.catalogue.site(frame.name, frame.module)
+        site = self._selection.catalogue.site(frame.name)
         if self.forwards.running and not frame.entered and not replaying():
             frame.entered = True
             self._enter(site)
