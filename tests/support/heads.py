@@ -64,6 +64,9 @@ ALL: dict[str, Family] = {
     "swin": Family(hf.SwinModel, _swin, large_pixels, text=False),
     "gpt2": Family(hf.GPT2Model, _gpt2),
 }
+# Without a slice of zeros, a product may be added in another order. That changes float64 outputs
+# by 2 eps; float32 ones too, on some processors.
+ROUNDING = 16 * torch.finfo(torch.float32).eps
 ONE_IMPLEMENTATION = ("deberta_v2", "mpnet", "swin")  # attention outside the interface
 CASES = [
     (name, implementation)
@@ -100,6 +103,11 @@ def some_heads(name: str, model: PreTrainedModel) -> Plan:
 @torch.no_grad()
 def outputs(model: PreTrainedModel, given: dict[str, Tensor]) -> dict[str, Tensor]:
     return models.outputs(model(**given))
+
+
+def largest(found: dict[str, Tensor]) -> float:
+    """The largest output, caches left out."""
+    return max(float(t.abs().max()) for name, t in found.items() if "past_key_values" not in name)
 
 
 def difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
