@@ -81,9 +81,6 @@ class PruningCurve(Result):
     def curves(self, score: str) -> list[list[CurvePoint]]:
         """Return the curves of a score, one for each seed and run.
 
-        Args:
-            score: its name.
-
         Returns:
             The curves, in the order they were made.
 
@@ -101,9 +98,6 @@ class PruningCurve(Result):
     def areas(self, score: str) -> list[float]:
         """Compute the area under each curve of a score, per unit of fraction.
 
-        Args:
-            score: its name.
-
         Returns:
             For each seed and run the mean height of the curve, by the trapezoid rule.
         """
@@ -113,7 +107,7 @@ class PruningCurve(Result):
         """Return the heads that went at a fraction, on the first curve of a score.
 
         Args:
-            score: its name.
+            score: name of the score.
             fraction: one of the fractions that were evaluated.
 
         Returns:

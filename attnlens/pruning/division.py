@@ -30,7 +30,7 @@ class Division:
     """How the indices along a dimension are divided among heads.
 
     Attributes:
-        dim: the dimension.
+        dim: number of the dimension.
         owners: `[H, size]` bool, the heads that use each index; several for grouped queries.
     """
 

@@ -90,14 +90,11 @@ def masking(
     """Mask heads that were found before.
 
     Args:
-        model: the model.
-        layers: its heads.
+        model: what runs in the block.
+        layers: the heads of the model.
         plan: which of them to mask.
         mode: what takes a context's place.
         gates: `[L, H]` factors, or None.
-
-    Yields:
-        Nothing.
     """
     masker = _Masker(_jobs(layers, plan, mode, gates), mode)
     with ExitStack() as stack:

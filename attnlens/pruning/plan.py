@@ -81,9 +81,6 @@ class Plan:
     def read(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan from a JSON file.
 
-        Args:
-            path: the file.
-
         Returns:
             The plan.
 
@@ -121,13 +118,13 @@ def resolve(heads: Heads, layers: Sequence[LayerHeads]) -> Plan:
         raise InputError(
             f"heads must be {{layer: [head, ...]}} or a boolean [L, H] tensor. Got {heads!r}."
         )
-    chosen: dict[LayerKey, tuple[int, ...]] = {}
+    resolved: dict[LayerKey, tuple[int, ...]] = {}
     for key, numbers in heads.items():
         layer = _layer(key, layers)
-        if layer.key in chosen:
+        if layer.key in resolved:
             raise InputError(f"heads names {layer.label} twice. Got keys {list(heads)}.")
-        chosen[layer.key] = _checked(numbers, layer)
-    return Plan({layer.key: chosen[layer.key] for layer in layers if chosen.get(layer.key)})
+        resolved[layer.key] = _checked(numbers, layer)
+    return Plan({layer.key: resolved[layer.key] for layer in layers if resolved.get(layer.key)})
 
 
 def head_mask(plan: Plan, layers: Sequence[LayerHeads]) -> Tensor:

@@ -95,7 +95,7 @@ class Scorer:
 
     Args:
         trial: runs the model.
-        layers: its heads.
+        layers: the heads of the model.
         batches: keyword inputs of the model, or None.
         loss: from the model's output and the batch to a scalar.
     """

@@ -65,8 +65,8 @@ def capture_of_event(event: Event, module: nn.Module, site: str) -> Capture:
 
     Args:
         event: a direct SDPA call, or a softmax and its product.
-        module: the attention module.
-        site: its name.
+        module: what ran it, which may say how many heads there are.
+        site: name of the module.
 
     Returns:
         The capture, without layer and projection.
@@ -87,7 +87,7 @@ def live_of_event(event: Event, module: nn.Module) -> LiveContext:
 
     Args:
         event: a direct SDPA call, or a softmax and its product.
-        module: the attention module.
+        module: what ran it, which may say how many heads there are.
 
     Returns:
         The context; its arrangement holds on to no activation.

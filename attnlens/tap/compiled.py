@@ -23,9 +23,6 @@ def running_eagerly(model: nn.Module) -> AbstractContextManager[None]:
     it cannot be told from the model. Flex attention compiles its own kernel, which is the model's
     business: such a model is left alone unless a module of it was compiled.
 
-    Args:
-        model: any module.
-
     Returns:
         A context manager.
     """

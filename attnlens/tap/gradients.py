@@ -60,8 +60,8 @@ class Gradients:
         """Deliver the gradient of a context when it comes.
 
         Args:
-            capture: the call.
-            live: its context.
+            capture: what is delivered with it, but for all activations except the context.
+            live: the context that is hooked.
 
         Returns:
             Whether the context is in a graph; otherwise nothing happens.
@@ -78,7 +78,7 @@ class Gradients:
         """Wait for a replay of a call that ran without a graph; a frozen one never gets any.
 
         Args:
-            capture: the call.
+            capture: of the call.
             first: whether it is the first of its module's invocation.
         """
         waiting = self._waiting.setdefault(capture.site, deque(maxlen=_MOST_WAITING))
@@ -100,10 +100,10 @@ class Gradients:
         capture = waiting[-1].popleft()  # invocations replay last to first
         if not waiting[-1]:
             waiting.pop()
-        found = live()
+        replay = live()
         with unobserved():
-            context = found.arrange(found.tensor.detach())
-        self.follow(replace(capture, context=context), found)
+            context = replay.arrange(replay.tensor.detach())
+        self.follow(replace(capture, context=context), replay)
 
     def close(self) -> None:
         """Take every hook off its tensor and wait for nothing more."""

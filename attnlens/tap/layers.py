@@ -99,11 +99,7 @@ class LayerTap:
         self._keys.clear()
 
     def end(self, completed: bool) -> None:
-        """End the outermost forward pass.
-
-        Args:
-            completed: whether it returned.
-        """
+        """End the outermost forward pass, which returned only if it is completed."""
         for watch in self._late if completed else ():
             watch()
         self._close(completed)
@@ -121,12 +117,7 @@ class LayerTap:
         return running is not None and running.call.name not in self._keys
 
     def attended(self, site: Site, capture: Capture) -> None:
-        """Read the real tokens off an attention call.
-
-        Args:
-            site: the attention module.
-            capture: its call.
-        """
+        """Read the real tokens off a call of an attention module."""
         running = self._around(site)
         if running is not None and capture.kind != "cross":
             self._keys[running.call.name] = capture.support.keys.any(1)

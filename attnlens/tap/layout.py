@@ -78,7 +78,7 @@ def einsum_product(
         equation: the equation, with an explicit output.
         attention: the operand that came from a softmax.
         value: the other operand.
-        output: the result.
+        output: the product of both.
         attention_first: whether attention is the first operand.
 
     Returns:
@@ -110,14 +110,7 @@ def einsum_product(
 
 
 def declared_heads(module: nn.Module) -> int | None:
-    """Read the number of heads off an attention module.
-
-    Args:
-        module: the module.
-
-    Returns:
-        The number, or None if no attribute says it.
-    """
+    """Read the number of heads off an attention module; None if no attribute says it."""
     for name in HEAD_COUNTS:
         value = getattr(module, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

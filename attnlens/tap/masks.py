@@ -32,13 +32,13 @@ class Maskings:
     """
 
     def __init__(self) -> None:
-        self._known: list[tuple[Any, Masking]] = []
+        self._normalised: list[tuple[Any, Masking]] = []
 
     def of(self, call: InterfaceCall, query: Tensor, key: Tensor) -> Masking:
         """Find what restricts and shifts the logits of a call.
 
         Args:
-            call: the call.
+            call: its mask, causal rule and position bias count.
             query: `[B, H, Q, D]`.
             key: `[B, Hkv, K, D]`.
 
@@ -46,17 +46,17 @@ class Maskings:
             Mask, bias and causal rule in the common convention.
         """
         raw = call.arguments.get("attention_mask")
-        masking = next((masking for mask, masking in self._known if mask is raw), None)
+        masking = next((masking for mask, masking in self._normalised if mask is raw), None)
         if masking is None:
             resolved = {**call.arguments, "is_causal": call.is_causal}
             masking = normalise_mask(raw, call.implementation, query, key, resolved)
             if raw is not None:
-                self._known.append((raw, masking))
+                self._normalised.append((raw, masking))
         return _with_position_bias(masking, call.arguments.get("position_bias"))
 
     def forget(self) -> None:
         """Let go of every mask."""
-        self._known.clear()
+        self._normalised.clear()
 
 
 def normalise_mask(

@@ -29,9 +29,6 @@ def open_body() -> Iterator[None]:
 
     The function asks a module-level `has_torch_function` whether to hand its call to the mode;
     for the duration, and in this thread only, the answer is no.
-
-    Yields:
-        Nothing.
     """
     with _answering.held(), _open.entered():
         yield

@@ -20,8 +20,8 @@ class ProjectionSource:
     """A module found to be W_O, read afresh whenever its weight has changed.
 
     Args:
-        name: qualified name of the module in the model.
-        module: the module.
+        name: qualified name in the model.
+        module: the module of that name.
         heads: H.
         width: D.
     """
@@ -83,14 +83,7 @@ class ProjectionSource:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Tell whether a module can be an output projection.
-
-    Args:
-        module: any module.
-
-    Returns:
-        True for linear and convolution layers, also wrapped or quantised ones.
-    """
+    """Tell whether a module is linear or a convolution, wrapped or quantised ones included."""
     if isinstance(module, _LINEAR) or hasattr(module, "base_layer"):
         return True
     if not type(module).__name__.endswith("Linear"):

@@ -25,7 +25,7 @@ class LayerCall:
 
     Attributes:
         name: qualified name of the layer.
-        module: the layer.
+        module: the module of that name.
         args: positional arguments, with a gap wherever the hidden state was given.
         kwargs: keyword arguments, likewise.
         places: the gaps, as positions and keywords.
@@ -47,7 +47,7 @@ class LayerCall:
 
         Args:
             name: qualified name of the layer.
-            module: the layer.
+            module: the module of that name.
             args: its positional arguments.
             kwargs: its keyword arguments.
 

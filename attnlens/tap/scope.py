@@ -32,7 +32,6 @@ class Frame:
 
     Attributes:
         name: qualified name of the module.
-        module: the module.
         paused: whether tracing is off inside it.
         entered: whether its layer was already counted.
     """

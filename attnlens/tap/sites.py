@@ -30,8 +30,7 @@ class Site:
     """An attention module, or a whole Transformer layer, in a model.
 
     Attributes:
-        name: qualified name within the model the lens was given.
-        module: the module.
+        name: qualified name of the module within the model the lens was given.
         stack: the name with its indices replaced by `*`.
         layer: index among the sites of its stack, in module order.
         kind: encoder or decoder self-attention, or cross-attention.
@@ -47,11 +46,8 @@ class Site:
 class Catalogue:
     """The modules of a model by name, and which stack, layer and kind each would be as a site.
 
-    Args:
-        model: any module.
-
     Attributes:
-        model: the same.
+        model: the model.
         interface: the attention modules that use transformers' attention interface.
     """
 
@@ -166,13 +162,10 @@ def pretrained_models(model: nn.Module) -> list[PreTrainedModel]:
 
 
 def pretrained_inside(model: nn.Module) -> PreTrainedModel:
-    """Find the outermost pretrained model.
-
-    Args:
-        model: any module.
+    """Find the outermost pretrained model: the model itself, or the first one inside it.
 
     Returns:
-        The model itself or the first pretrained model inside it.
+        The pretrained model.
 
     Raises:
         InputError: if there is none.
@@ -199,14 +192,7 @@ def mixing_module(model: nn.Module) -> Named:
 
 @cache
 def dispatches(cls: Any) -> bool:
-    """Tell whether some method of a module class refers to the attention interface.
-
-    Args:
-        cls: a module class.
-
-    Returns:
-        True if instances call the interface themselves.
-    """
+    """Tell whether some method of a module class refers to the attention interface."""
     for base in cls.__mro__:
         if base is nn.Module or base is PreTrainedModel:
             break

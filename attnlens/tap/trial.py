@@ -25,9 +25,6 @@ class Trial:
     Args:
         model: a `PreTrainedModel`, or any module with one inside.
         inputs: keyword inputs of the model; made up for the pretrained model by default.
-
-    Attributes:
-        model: the model.
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any] | None = None) -> None:

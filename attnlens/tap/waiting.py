@@ -40,7 +40,7 @@ class Waiting:
     def __init__(self, model: nn.Module, deliver: Callable[[Capture], None]) -> None:
         self._model = model
         self._deliver = deliver
-        self._known: dict[str, _Sources] = {}  # by site
+        self._by_site: dict[str, _Sources] = {}  # of sites whose projection is known
         self._captures: list[Capture] = []  # those that wait, all of one invocation
         self._sources: _Sources = {}  # of those that wait
         self._owners: dict[int, tuple[str, nn.Module]] | None = None
@@ -54,12 +54,12 @@ class Waiting:
         """Deliver a capture, or let it wait.
 
         Args:
-            capture: the capture.
+            capture: without output projection.
             ordinal: its position among those of its invocation.
         """
-        known = self._known.get(capture.site)
-        if known is not None:
-            self._send(capture, known, ordinal)
+        sources = self._by_site.get(capture.site)
+        if sources is not None:
+            self._send(capture, sources, ordinal)
             return
         # A copy: a model may change its context in place, and then it is no longer `A V` that
         # W_O receives.
@@ -75,17 +75,12 @@ class Waiting:
         shared = distinct.pop() if len(distinct) == 1 else None
         if shared is not None:
             sources[None] = shared
-        self._known.setdefault(captures[0].site, sources)
+        self._by_site.setdefault(captures[0].site, sources)
         for ordinal, capture in enumerate(captures):
             self._send(capture, sources, ordinal)
 
     def received_by_weight(self, received: Tensor, weight: Tensor) -> None:
-        """Hear of a linear function that no module call shows, as in `nn.MultiheadAttention`.
-
-        Args:
-            received: its input.
-            weight: its weight.
-        """
+        """Hear of a linear function that no module call shows, as in `nn.MultiheadAttention`."""
         if not self._captures:
             return
         if self._owners is None:
@@ -101,7 +96,7 @@ class Waiting:
     def forget(self) -> None:
         """Let go of everything, projections too."""
         self.clear()
-        self._known.clear()
+        self._by_site.clear()
         self._owners = None
 
     def _received(self, name: str, module: nn.Module, received: Tensor) -> None:

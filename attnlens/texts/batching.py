@@ -143,18 +143,18 @@ class TextModel:
                 f"length cannot share a batch. Use a batch size of 1."
             )
 
-    def padded(self, texts: TokenisedTexts, chosen: Sequence[int]) -> dict[str, Tensor]:
+    def padded(self, texts: TokenisedTexts, group: Sequence[int]) -> dict[str, Tensor]:
         """Pad some of the texts to the length of the longest.
 
         Args:
             texts: from :meth:`tokenise`.
-            chosen: their indices.
+            group: their indices.
 
         Returns:
             Keyword arguments of the model, `[B, K]` each, on its device.
         """
-        part = {name: [list(rows[i]) for i in chosen] for name, rows in texts.columns.items()}
-        padding = len(chosen) > 1
+        part = {name: [list(rows[i]) for i in group] for name, rows in texts.columns.items()}
+        padding = len(group) > 1
         batch = self.tokenizer.pad(part, padding=padding, return_tensors="pt", verbose=False)
         return {name: tensor.to(self.model.device) for name, tensor in batch.items()}
 
