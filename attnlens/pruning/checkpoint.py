@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from attnlens.errors import InputError
-from attnlens.files import write_tensors
 from attnlens.pruning.division import output_weight
 from attnlens.pruning.heads import find_heads
 from attnlens.pruning.plan import Heads, require_same_in_shared_layers, resolve
@@ -48,15 +47,9 @@ def save_pruned(model: nn.Module, path: str | os.PathLike[str]) -> None:
     recorded = records(model)
     if not recorded:
         raise InputError(f"{type(model).__name__} has no pruned heads. Use save_pretrained.")
-    folder.mkdir(parents=True, exist_ok=True)
-    config = model.config
-    setattr(config, RECORD, recorded)
-    config.architectures = [type(model).__name__]
-    config.dtype = model.dtype
-    config.save_pretrained(folder)
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
-    write_tensors(folder / _WEIGHTS, _distinct(model.state_dict()), {"format": "pt"})
+    setattr(model.config, RECORD, recorded)
+    # Key names as the model has them, and all weights in one file.
+    model.save_pretrained(folder, save_original_format=False, max_shard_size="100TB")
 
 
 def load_pruned(
@@ -171,18 +164,6 @@ def _class_of(config: Any) -> Any:
     if cls is None:
         raise InputError(f"transformers has no class {names[0]!r}. Pass model_class=.")
     return cls
-
-
-def _distinct(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor once, under its first name; tied weights share memory."""
-    distinct = {}
-    memory: set[tuple[int, torch.Size]] = set()
-    for name, tensor in state.items():
-        place = (tensor.data_ptr(), tensor.shape)
-        if place not in memory or not tensor.numel():
-            distinct[name] = tensor.contiguous()
-        memory.add(place)
-    return distinct
 
 
 def _load(model: PreTrainedModel, tensors: dict[str, Tensor], folder: Path) -> None:
