@@ -17,7 +17,7 @@ from attnlens.lens import Lens
 from attnlens.results import Result
 from attnlens.saving import storable
 from attnlens.tap.hooks import Hook
-from attnlens.tap.outputs import output_tensors
+from attnlens.tap.passing import output_tensors
 from attnlens.tap.sites import pretrained_inside
 from attnlens.tap.trial import example_inputs
 

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -189,7 +190,8 @@ def head_layout(support: Tensor) -> Tensor | None:
 
 def _trail(modules: dict[str, nn.Module], layer: LayerHeads, sites: set[str]) -> _Trail:
     """Name the weights that may be divided among the heads of a layer."""
-    root = _common_ancestor(layer.site, layer.name)
+    pairs = zip(layer.site.split("."), layer.name.split("."), strict=False)
+    root = ".".join(left for left, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     prefix = f"{root}." if root else ""
     alone = not any(s != layer.site and s.startswith(prefix) for s in sites)
     scope = root if alone else layer.site
@@ -203,15 +205,6 @@ def _trail(modules: dict[str, nn.Module], layer: LayerHeads, sites: set[str]) ->
         if parameter.is_floating_point() and not _is_shared_table(module, inner)
     ]
     return _Trail(layer, root, scope, weights)
-
-
-def _common_ancestor(site: str, projection: str) -> str:
-    shared = []
-    for left, right in zip(site.split("."), projection.split("."), strict=False):
-        if left != right:
-            break
-        shared.append(left)
-    return ".".join(shared)
 
 
 def _require_plain(module: nn.Module, layer: LayerHeads) -> None:

@@ -9,7 +9,6 @@ as they are, and other modules run the same function with the same arguments.
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from attnlens.tap.hooks import is_suspended
+from attnlens.tap.passing import by_name
 from attnlens.tap.shared import SharedSetting, ThreadDepth, replaced
 
 
@@ -129,9 +129,5 @@ def _by_name(
 ) -> dict[str, Any]:
     """Bind positional arguments; what follows the mask has no common order."""
     names = ("query", "key", "value", "attention_mask")
-    if len(args) > len(names):
-        bound = inspect.signature(function).bind(module, *args, **kwargs).arguments
-        flat = {**bound, **bound.pop("kwargs", {})}
-        positional = list(flat.values())[1:5]
-        return {**flat, **dict(zip(names, positional, strict=True))}
-    return {**kwargs, **dict(zip(names, args, strict=False))}
+    given = by_name(function, (module, *args), kwargs) if len(args) > len(names) else kwargs
+    return {**given, **dict(zip(names, args, strict=False))}

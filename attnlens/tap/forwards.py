@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from attnlens.tap.passing import by_name
 from attnlens.tap.sites import pretrained_models
 
 Mode = Literal["train", "eval", "both"]
@@ -45,7 +45,7 @@ class Forward:
         Returns:
             The forward pass.
         """
-        arguments = _by_name(module, args, kwargs)
+        arguments = by_name(module.forward, args, kwargs)
         values = (*args, *arguments.values())
         sizes = (len(value) for value in values if isinstance(value, Tensor) and value.dim())
         mask = arguments.get("attention_mask")
@@ -134,16 +134,3 @@ def forward_roots(model: nn.Module) -> list[nn.Module]:
         Distinct modules, outermost first.
     """
     return [model, *(inner for inner in pretrained_models(model) if inner is not model)]
-
-
-def _by_name(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments under the names of the signature; keywords alone where they do not fit it."""
-    try:
-        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # the forward will complain in its own words
-        return dict(kwargs)
-    return {
-        name: value
-        for key, given in bound.items()
-        for name, value in (given.items() if key == "kwargs" else [(key, given)])
-    }

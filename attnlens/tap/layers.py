@@ -21,7 +21,7 @@ from attnlens.observer import LayerObserver
 from attnlens.tap.forwards import Forwards
 from attnlens.tap.hooks import Hook, replaying, suspended
 from attnlens.tap.order import LayerOrder
-from attnlens.tap.outputs import output_tensors
+from attnlens.tap.passing import output_tensors
 from attnlens.tap.rerun import LayerCall, Layout, arranged
 from attnlens.tap.selection import Selection
 from attnlens.tap.sites import Site

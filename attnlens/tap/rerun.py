@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from attnlens.errors import InputError
 from attnlens.tap.hooks import suspended
-from attnlens.tap.outputs import output_tensors
+from attnlens.tap.passing import output_tensors
 
 Layout = Literal["batch", "tokens", "packed"]
 """Hidden states as `[B, K, M]`, as `[K, B, M]`, or as `[K, M]` with all examples in a row."""

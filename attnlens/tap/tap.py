@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -115,11 +116,12 @@ class Tap:
             )
             stack.callback(begin.remove)
             stack.callback(root.register_forward_hook(Hook(self._end), always_call=True).remove)
-        modules = [site.module for site in self._selection.catalogue.interface]
-        for module in modules:
-            stack.callback(module.register_forward_pre_hook(Hook(self._invoke)).remove)
+        sites = self._selection.catalogue.interface
+        for site in sites:
+            enter = site.module.register_forward_pre_hook(Hook(partial(self._enter, site)))
+            stack.callback(enter.remove)
         self._waiting.attach(stack)
-        stack.enter_context(listen(modules, self._heard_call))
+        stack.enter_context(listen([site.module for site in sites], self._heard_call))
         if self.layers is not None:
             self.layers.attach(stack)
 
@@ -162,13 +164,10 @@ class Tap:
         finally:
             self._clear()
 
-    def _invoke(self, module: nn.Module, args: Sequence[Any]) -> None:
+    def _enter(self, site: Site, *_: Any) -> None:
         if self.forwards.running and not replaying():
-            self._enter(self._interface[id(module)])
-
-    def _enter(self, site: Site) -> None:
-        self._waiting.settle()
-        self._order.invoke(site)
+            self._waiting.settle()
+            self._order.invoke(site)
 
     def _heard_call(self, call: InterfaceCall) -> None:
         site = self._interface[id(call.module)]
@@ -180,7 +179,7 @@ class Tap:
 
     def _heard_event(self, frame: Frame, event: Event) -> None:
         site = self._selection.catalogue.site(frame.name)
-        if self.forwards.running and not frame.entered and not replaying():
+        if not frame.entered:
             frame.entered = True
             self._enter(site)
         self._heard(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnlens.errors import InputError
-from attnlens.tap.outputs import output_tensors
+from attnlens.tap.passing import output_tensors
 from attnlens.tap.sites import pretrained_inside
 
 _TOKENS = 12

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attnlens import AttnLensError, HiddenTokenAttribution, InputError, Lens, TokenSaliency
-from attnlens.tap.outputs import output_tensors
+from attnlens.tap.passing import output_tensors
 from attnlens.tap.sites import Catalogue
 from tests.support.chains import build_chain
 from tests.support.hooks import Siamese, hooks, is_clean
