@@ -60,12 +60,12 @@ def test_architecture(name: str) -> None:
         assert all(site.projection_reason for site in unknown)
         assert max(site.context_error for site in found.sites) <= 1e-5
         assert max(site.output_error or 0.0 for site in found.sites) <= 1e-5
-    assert DOCUMENTED.get(name) == marks(found), "run `python -m tests.conformance`"
+    assert DOCUMENTED.get(name) == marks(found), "run `python -m tests.support.conformance`"
 
 
 def test_the_readme_lists_this_version() -> None:
-    assert transformers.__version__ == VERSION, "run `python -m tests.conformance`"
-    assert set(DOCUMENTED) == set(NAMES), "run `python -m tests.conformance`"
+    assert transformers.__version__ == VERSION, "run `python -m tests.support.conformance`"
+    assert set(DOCUMENTED) == set(NAMES), "run `python -m tests.support.conformance`"
 
 
 def test_at_least_210_architectures_work() -> None:
