@@ -171,7 +171,7 @@ class _Progress:
         document = read_json(path, "the state of a pruning curve")
         try:
             points = [CurvePoint.from_dict(point) for point in document["points"]]
-            settings = document["settings"]
+            settings = dict(document["settings"])
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} is no state of a pruning curve: {error!r}.") from error
         for name, value in self._settings.items():
@@ -215,11 +215,11 @@ class _Ranking:
         name, seed = curve
         score = self._given[name]
         if score is None:
-            return self._checked(name, self._scorer([name], plan, seed)[name])
-        if isinstance(score, Tensor):
-            return self._checked(name, score)
-        with masking(self._model, self._layers, plan):
-            return self._checked(name, score(self._model))
+            score = self._scorer([name], plan, seed)[name]
+        elif not isinstance(score, Tensor):
+            with masking(self._model, self._layers, plan):
+                score = score(self._model)
+        return self._checked(name, score)
 
     def _checked(self, name: str, score: Tensor) -> Tensor:
         exists = existing_heads(self._layers)
