@@ -171,7 +171,7 @@ def _jobs(layers: Sequence[LayerHeads], plan: Plan, mode: Mode, gates: Tensor | 
     if gates is not None:
         _check_gates(gates, layers)
     jobs = []
-    shared = {layer.name for layer in layers if plan.of(layer)}
+    affected = {layer.name for layer in layers if plan.of(layer)}
     for row, layer in enumerate(layers):
         heads = plan.of(layer)
         if heads and mode != "zero" and not layer.in_order:
@@ -179,7 +179,7 @@ def _jobs(layers: Sequence[LayerHeads], plan: Plan, mode: Mode, gates: Tensor | 
                 f"mode={mode!r} needs tokens in batch order, and {layer.name} receives those of "
                 f"{layer.label} in another. Use mode='zero'."
             )
-        if layer.projection is None or (gates is None and layer.name not in shared):
+        if layer.projection is None or (gates is None and layer.name not in affected):
             continue
         gate = None if gates is None else gates[row, : layer.heads]
         jobs.append(_Job(layer, layer.projection, torch.tensor(heads, dtype=torch.long), gate))

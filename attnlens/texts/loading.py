@@ -37,7 +37,8 @@ def load_model(name: str) -> PreTrainedModel:
     Raises:
         InputError: if there is no such model, or it cannot be loaded.
     """
-    return _evaluating(_load("model", name, AutoModel))
+    model: PreTrainedModel = _load("model", name, AutoModel).eval()
+    return model
 
 
 def text_model(model: nn.Module, tokenizer: Any, name: str = "") -> TextModel:
@@ -82,7 +83,7 @@ def load_text_model(name: str) -> TextModel:
     model, report = _load("model", name, AutoModel, output_loading_info=True)
     tokenizer = _load("tokenizer", name, AutoTokenizer)
     _warn_of_missing(name, report["missing_keys"])
-    loaded = text_model(_evaluating(_text_part(model)), tokenizer, name)
+    loaded = text_model(_text_part(model).eval(), tokenizer, name)
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise InputError(
             f"{name} has no tokenizer: only special tokens were found. Put the files of the "
@@ -102,11 +103,6 @@ def _load(what: str, name: str, cls: Any, **options: Any) -> Any:
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(f"Cannot load the {what} of {name}: {lines[0]}{_advice(local)}") from error
-
-
-def _evaluating(model: Any) -> PreTrainedModel:
-    evaluating: PreTrainedModel = model.eval()
-    return evaluating
 
 
 def _is_folder(name: str) -> bool:
