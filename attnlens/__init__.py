@@ -37,10 +37,10 @@ from attnlens.identifiability.of_captures import (
 )
 from attnlens.lens import Lens, record
 from attnlens.observer import Observer
-from attnlens.pruning.curve import pruning_curve
+from attnlens.pruning.checkpoint import load_pruned, save_pruned
 from attnlens.pruning.mask import mask_heads
 from attnlens.pruning.removal import prune_heads
-from attnlens.pruning.storage import load_pruned, save_pruned
+from attnlens.pruning.sweep import pruning_curve
 from attnlens.recovery.map_training import MapTraining
 from attnlens.recovery.token_identifiability import TokenIdentifiability
 from attnlens.reporting.page import Report, report

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,10 @@ from attnlens.errors import UnsupportedAttentionError
 from attnlens.lens import Lens
 from attnlens.results import Result
 from attnlens.saving import storable
-from attnlens.tap.outputs import output_tensors, outputs_of, pretrained_inside
-from attnlens.texts.trial_inputs import example_inputs
+from attnlens.tap.hooks import Hook
+from attnlens.tap.passing import output_tensors
+from attnlens.tap.sites import pretrained_inside
+from attnlens.tap.trial import example_inputs
 
 # Largest |A·V − O| relative to the largest |O| that counts as the same, by storage type.
 TOLERANCE = {
@@ -148,8 +151,7 @@ def check(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Verdict:
             return Verdict(name, False, True, (), str(error))
         identical = len(plain) == len(looked) and all(map(_same, plain, looked))
         captures = recording.compute()
-        modules = {c.output_projection.name for c in captures if c.output_projection is not None}
-        outputs = outputs_of(model, modules, lambda: _seeded(model, inputs))
+        outputs = _projection_outputs(model, inputs, captures)
         sites = tuple(_site(capture, outputs) for capture in captures)
     inexact = [site for site in sites if not site.exact]
     reason = ""
@@ -165,6 +167,24 @@ def _seeded(model: nn.Module, inputs: Mapping[str, Any]) -> list[Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return output_tensors(model(**inputs))
+
+
+def _projection_outputs(
+    model: nn.Module, inputs: Mapping[str, Any], captures: Iterable[Capture]
+) -> dict[str, list[Tensor]]:
+    """Run a model again, and keep what each W_O returns, by name and call by call."""
+    projections = (capture.output_projection for capture in captures)
+    outputs: dict[str, list[Tensor]] = {p.name: [] for p in projections if p is not None}
+
+    def keeper(name: str) -> Hook:
+        return Hook(lambda module, args, output: outputs[name].extend(output_tensors(output)[:1]))
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name in outputs:
+                stack.callback(module.register_forward_hook(keeper(name)).remove)
+        _seeded(model, inputs)
+    return outputs
 
 
 def _same(left: Tensor, right: Tensor) -> bool:

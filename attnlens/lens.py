@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from attnlens.attention.maps import EffectiveAttention, stacked_maps
 from attnlens.attention.recording import Recording
 from attnlens.attention.statistics import HeadStatistics
-from attnlens.capture import Capture, Kind
+from attnlens.capture import Capture
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError, UnsupportedAttentionError
 from attnlens.kernels import Backend, resolve
 from attnlens.observer import GradientObserver, LayerObserver, Observer
 from attnlens.results import facts_html
-from attnlens.tap.layers import LayerTap
-from attnlens.tap.sites import Catalogue, mixing_module, select
-from attnlens.tap.tap import Mode, Tap
+from attnlens.tap.forwards import Mode
+from attnlens.tap.selection import Kinds, select
+from attnlens.tap.sites import Catalogue, mixing_module
+from attnlens.tap.tap import Tap
 
 
 class Lens:
@@ -61,7 +62,7 @@ class Lens:
         *observers: Observer,
         layers: Iterable[int | str] | None = None,
         every: int = 1,
-        kinds: Iterable[Kind] | Kind | None = None,
+        kinds: Kinds = None,
         backend: Backend = "auto",
         on: Mode = "both",
     ) -> None:
@@ -83,11 +84,9 @@ class Lens:
         resolve(backend, torch.device("cpu" if backend == "auto" else _device_of(model)))
         self.on = on
         wanted = (layers,) if isinstance(layers, (int, str)) else layers
-        kinds = (kinds,) if isinstance(kinds, str) else kinds
         self.layers = None if wanted is None else list(wanted)
         self.selection = select(Catalogue(model), self.layers, kinds)
         self._tap: Tap | None = None
-        self._layer_tap: LayerTap | None = None
         self._stack = ExitStack()
 
     @property
@@ -100,23 +99,20 @@ class Lens:
             raise AttnLensError(
                 "This lens is active already. Open a second Lens to look twice at once."
             )
-        listeners = [o for o in self.observers if isinstance(o, LayerObserver)]
-        layer_tap = LayerTap(self.selection, listeners) if listeners else None
         gradient = any(isinstance(observer, GradientObserver) for observer in self.observers)
         tap = Tap(
-            self.model,
             self.selection,
             self._dispatch,
-            self.every,
-            layer_tap,
-            self.on,
-            self._dispatch_gradient if gradient else None,
-            self._begin,
+            every=self.every,
+            mode=self.on,
+            begin=self._begin,
+            deliver_gradient=self._dispatch_gradient if gradient else None,
+            layer_observers=[o for o in self.observers if isinstance(o, LayerObserver)],
         )
         with ExitStack() as stack:
             tap.attach(stack)
             self._stack = stack.pop_all()
-        self._tap, self._layer_tap = tap, layer_tap
+        self._tap = tap
         return self
 
     def __exit__(
@@ -126,10 +122,9 @@ class Lens:
         trace: TracebackType | None,
     ) -> None:
         tap, self._tap = self._tap, None
-        layer_tap, self._layer_tap = self._layer_tap, None
         self._stack.close()
         if kind is None and tap is not None:
-            self._report_gaps(tap, layer_tap)
+            self._report_gaps(tap)
 
     def summary(self, field: str = "effective_fraction") -> str:
         """Return a layer × head table of one field of the first `HeadStatistics`.
@@ -198,8 +193,8 @@ class Lens:
             if isinstance(observer, GradientObserver) and observer.wants(capture):
                 observer.update_gradient(capture, gradient)
 
-    def _report_gaps(self, tap: Tap, layer_tap: LayerTap | None) -> None:
-        if not tap.forwards:
+    def _report_gaps(self, tap: Tap) -> None:
+        if not tap.forwards.count:
             mode = {"train": " in training mode", "eval": " in evaluation mode"}.get(self.on, "")
             warnings.warn(
                 f"No forward pass of {type(self.model).__name__}{mode} ran inside the lens, so its "
@@ -208,11 +203,11 @@ class Lens:
                 stacklevel=3,
             )
             return
-        silent = [] if layer_tap is None else layer_tap.silent
-        if layer_tap is not None and not layer_tap.fired:
+        silent = [] if tap.layers is None else tap.layers.silent
+        if tap.layers is not None and not tap.layers.fired:
             raise UnsupportedAttentionError(
-                f"{tap.forwards} forward pass(es) ran inside the lens, but none called a layer "
-                f"such as {silent[0]} as a module, so its hidden states cannot be seen."
+                f"{tap.forwards.count} forward pass(es) ran inside the lens, but none called a "
+                f"layer such as {silent[0]} as a module, so its hidden states cannot be seen."
             )
         if any(not isinstance(observer, LayerObserver) for observer in self.observers):
             if not tap.fired:
@@ -237,15 +232,15 @@ class Lens:
 
     def _why_nothing(self, tap: Tap) -> str:
         """Say why forward passes ran and no chosen attention was heard."""
-        passes = f"{tap.forwards} forward pass(es) ran inside the lens"
+        passes = f"{tap.forwards.count} forward pass(es) ran inside the lens"
         if tap.fused:
             return (
                 f"{passes}, but {min(tap.fused)} ran torch's fused attention kernel, which hides "
                 f"A. Call torch.backends.mha.set_fastpath_enabled(False) first."
             )
-        if tap.seen:
+        if tap.heard:
             return (
-                f"{passes} and attention ran at {min(tap.seen)}, but none of it was chosen: "
+                f"{passes} and attention ran at {min(tap.heard)}, but none of it was chosen: "
                 f"layers={self.layers}, kinds={sorted(self.selection.kinds)}. Choose other layers "
                 f"or pass kinds=."
             )

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoModel
 
 from attnlens import HiddenTokenAttribution, Lens
 from attnlens.demo import model_folder
+from attnlens.texts.batching import TextModel
+from attnlens.texts.loading import load_text_model
 
 SENTENCES = [
     "The mill stopped at noon because the river had frozen again overnight.",
@@ -71,12 +74,11 @@ def print_distances(title: str, observer: HiddenTokenAttribution) -> None:
 
 def is_locality_learned(sentences: list[str]) -> None:
     """Compare the trained model with itself under a band, and with untrained weights."""
-    folder = model_folder()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    trained = AutoModel.from_pretrained(folder).eval()
+    encoder = load_text_model(str(model_folder()))
+    trained = encoder.model
     torch.manual_seed(0)
-    untrained = AutoModel.from_config(AutoConfig.from_pretrained(folder)).eval()
-    batch = dict(tokenizer(sentences, padding=True, return_tensors="pt"))
+    untrained = AutoModel.from_config(trained.config).eval()
+    batch = encoder.padded(encoder.tokenise(sentences), range(len(sentences)))
     banded = {**batch, "attention_mask": band(batch["attention_mask"])}
     print_distances("Trained", look(trained, [batch]))
     print_distances(f"Trained, attention only to {WIDTH} neighbours", look(trained, [banded]))
@@ -87,18 +89,12 @@ def is_locality_learned(sentences: list[str]) -> None:
 
 def by_part_of_speech(path: Path, sentences: int = 24) -> None:
     """Print the own contribution of tokens by the part of speech of their word."""
-    folder = model_folder()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    encoder = load_text_model(str(model_folder()))
     with path.open(encoding="utf-8") as lines:
         entries = [json.loads(line) for line in islice(lines, sentences)]
     names = sorted({tag for entry in entries for tag in entry["upos"]})
-    entries.sort(key=lambda entry: len(entry["words"]))
-    batches = [
-        labelled(tokenizer, entries[start : start + 8], names)
-        for start in range(0, len(entries), 8)
-    ]
-    model = AutoModel.from_pretrained(folder).eval()
-    result = look(model, batches, label_names=names).compute()
+    batches = list(labelled(encoder, entries, names))
+    result = look(encoder.model, batches, label_names=names).compute()
     print("Own contribution in %, by part of speech and layer")
     print(f"  {'':6}{'tokens':>7}" + "".join(f"{layer:>7}" for _, layer in result.layers))
     for group in result.own[-1].argsort(descending=True).tolist():
@@ -106,18 +102,19 @@ def by_part_of_speech(path: Path, sentences: int = 24) -> None:
         print(f"  {names[group]:6}{int(result.tokens[0, group]):>7}{cells}")
 
 
-def labelled(tokenizer: Any, entries: list[dict[str, list[str]]], names: list[str]) -> Batch:
+def labelled(
+    encoder: TextModel, entries: list[dict[str, list[str]]], names: list[str]
+) -> Iterator[Batch]:
     """Tokenise words and give every token the label of its word, or -1."""
-    words = [entry["words"] for entry in entries]
-    encoded = tokenizer(
-        words, is_split_into_words=True, padding=True, truncation=True, max_length=32,
-        return_tensors="pt",
-    )  # fmt: skip
-    labels = [
-        [-1 if word is None else names.index(entry["upos"][word]) for word in encoded.word_ids(row)]
-        for row, entry in enumerate(entries)
-    ]
-    return {**encoded, "labels": torch.tensor(labels)}
+    texts = encoder.tokenise([entry["words"] for entry in entries], max_length=32)
+    for group in texts.groups(8):
+        batch = encoder.padded(texts, group)
+        labels = torch.full_like(batch["input_ids"], -1)
+        for row, place in zip(labels, group, strict=True):
+            for token, word in enumerate(texts.words[place]):
+                if word is not None:
+                    row[token] = names.index(entries[place]["upos"][word])
+        yield {**batch, "labels": labels}
 
 
 if __name__ == "__main__":

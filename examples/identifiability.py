@@ -25,6 +25,7 @@ from attnlens import Lens, MapTraining, TokenIdentifiability
 from attnlens.demo import model_folder, paragraphs
 from attnlens.reporting.tables import rates_table
 from attnlens.texts.loading import load_text_model
+from attnlens.texts.reading import read_examples
 
 QUICK = {
     "linear": MapTraining(learning_rate=3e-3, max_epochs=25, patience=3),
@@ -54,7 +55,7 @@ def read(file: Path | None) -> list[str]:
     """Sentences of a file, from the key `text` or `sentence` where lines are JSON."""
     if file is None:
         return [s for text in paragraphs() for s in re.split(r"(?<=[.?!]) ", text)]
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = read_examples(str(file), one_per_line=True)
     if file.suffix not in (".jsonl", ".json"):
         return lines
     records = [json.loads(line) for line in lines]

@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 from attnlens import prune_heads, pruning_curve
 from attnlens.demo import model_folder
-from attnlens.pruning.curve_result import PruningCurve
+from attnlens.pruning import PruningCurve
 
 ENCODER = model_folder()
 TOKENS = 96  # a passage is cut at so many

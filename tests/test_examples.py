@@ -60,7 +60,7 @@ def test_an_observer_of_ones_own_has_two_methods():
 def test_the_notebook_runs_and_shows_its_objects(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
-    NotebookClient(notebook, timeout=1800, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=1800, startup_timeout=1800, kernel_name="python3").execute()
     shown = [
         output["data"]
         for cell in notebook.cells

@@ -219,7 +219,7 @@ def test_two_threads_with_two_models_do_not_see_each_other() -> None:
         try:
             with Lens(encoders[name], threaded[name]), torch.no_grad():
                 for _ in range(5):
-                    barrier.wait(timeout=20)
+                    barrier.wait(timeout=1200)
                     encoders[name](**INPUTS)
         except BaseException as error:
             errors.append(error)

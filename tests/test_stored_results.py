@@ -21,7 +21,7 @@ from tests.test_saving import assert_same
 KINDS = (
     "HeadStatisticsResult HeadImportanceResult LabelAttentionResult HiddenTokenAttributionResult "
     "AttributionMatrices TokenSaliencyResult PassSaliency TokenIdentifiabilityResult HeadDrift "
-    "Identifiability SimplexWitness SoftmaxWitness RealisabilityRank Verdict PruningCurve HeadPlan "
+    "Identifiability SimplexWitness SoftmaxWitness RealisabilityRank Verdict PruningCurve Plan "
     "PruningReport AttentionMap"
 ).split()
 ELSEWHERE = {"Capture"}  # tests/test_saving.py

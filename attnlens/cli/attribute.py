@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ from attnlens.cli.terminal import bars, print_json
 from attnlens.errors import InputError
 from attnlens.recipes.sentence import SentenceAttribution, attribute_sentence
 from attnlens.reporting.tables import text_table
+from attnlens.texts.reading import read_examples
 
 
 def attribute(
@@ -47,7 +47,7 @@ def attribute(
 
 def _sentence(text: str) -> str:
     """The sentence that was given; a name of a file is taken for a mistake."""
-    sentence = " ".join((sys.stdin.read() if text == "-" else text).split())
+    sentence = " ".join(" ".join(read_examples("-") if text == "-" else [text]).split())
     if not sentence:
         raise InputError("There is no text.")
     if len(sentence) < 256 and Path(sentence).is_file():

@@ -1,8 +1,8 @@
-"""Cut a corpus into chunks of records, and a chunk into batches of similar length."""
+"""Cut a corpus into chunks of records."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -57,24 +57,3 @@ def chunks(
             index, records = index + 1, []
     if records:
         yield Chunk(index, records, before + line, digest.hexdigest())
-
-
-def batches(lengths: Sequence[int], most: int, most_tokens: int) -> Iterator[list[int]]:
-    """Group texts of similar length, the longest first.
-
-    Args:
-        lengths: number of tokens of each text.
-        most: most texts in a batch.
-        most_tokens: most tokens in a batch, padding included; a longer text is a batch by itself.
-
-    Yields:
-        Indices of texts.
-    """
-    batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if batch and (len(batch) == most or lengths[batch[0]] * (len(batch) + 1) > most_tokens):
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch

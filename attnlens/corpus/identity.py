@@ -11,7 +11,7 @@ from torch import nn
 
 from attnlens.errors import InputError
 from attnlens.observer import Observer
-from attnlens.texts.loading import TextModel
+from attnlens.texts.batching import TextModel
 
 _SAMPLE = 1024
 _SENTENCE = "The 2nd test, naïvely: don't tokenise “this” twice!"

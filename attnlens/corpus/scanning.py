@@ -15,7 +15,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from attnlens.corpus import resuming as checkpoint
-from attnlens.corpus.chunks import Chunk, batches, chunks
+from attnlens.corpus.chunks import Chunk, chunks
 from attnlens.corpus.identity import model_identity, observer_identity, require_same
 from attnlens.corpus.named import named_observer, require_fit
 from attnlens.corpus.outcome import Scan, write_results
@@ -28,7 +28,8 @@ from attnlens.errors import InputError
 from attnlens.files import make_folder, remove_unfinished
 from attnlens.lens import Lens
 from attnlens.observer import Observer
-from attnlens.texts.loading import TextModel, TokenisedTexts, text_model
+from attnlens.texts.batching import TextModel, TokenisedTexts
+from attnlens.texts.loading import text_model
 
 Source = str | os.PathLike[str] | Corpus | Iterable[Any]
 
@@ -238,12 +239,11 @@ class Scanner:
         """Run the model on a chunk, batch by batch."""
         texts = self._tokenised(chunk.records)
         settings = self.settings
-        parts = batches(texts.lengths, settings.batch_size, settings.batch_tokens)
+        parts = texts.groups(settings.batch_size, settings.batch_tokens)
         for place, members in enumerate(parts):
             for observer in self.observers:
                 observer.seek(chunk.index * settings.chunk + place)
-            batch = self.model.padded(texts, members)
-            inputs = {name: tensor.to(self.model.model.device) for name, tensor in batch.items()}
+            inputs = self.model.padded(texts, members)
             with self.labels.given(texts, members, chunk.records), torch.no_grad():
                 self.model.model(**inputs)
         counts = checkpoint.Counts(len(chunk.records), sum(texts.lengths), texts.truncated)

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from attnlens.corpus.records import Label, Record
 from attnlens.observer import Observer
-from attnlens.texts.loading import TokenisedTexts
+from attnlens.texts.batching import TokenisedTexts
 
 _NONE = -1  # observers leave tokens with such a label out
 

@@ -1,10 +1,15 @@
-"""Pruned models on disk: a configuration that says what was cut, and the weights that are left."""
+"""Pruned models on disk: a configuration that says what was cut, and the weights that are left.
+
+save_pruned(model, "pruned")
+model = load_pruned("pruned")
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -14,95 +19,134 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from attnlens.errors import InputError
-from attnlens.files import write_tensors
+from attnlens.pruning.division import output_weight
+from attnlens.pruning.heads import find_heads
+from attnlens.pruning.plan import Heads, require_same_in_shared_layers, resolve
 from attnlens.pruning.surgery import RECORD, rebuild, records
+from attnlens.tap.selection import Kinds
+from attnlens.tap.trial import Trial
 
 _WEIGHTS = "model.safetensors"
 
 
-def write_checkpoint(model: nn.Module, folder: Path) -> None:
-    """Write configuration and weights of a pruned model.
+def save_pruned(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write a model with pruned heads to a folder, as safetensors with the plan in the config.
+
+    `from_pretrained` refuses such a folder, because the shapes are not those of the architecture;
+    with `ignore_mismatched_sizes=True` it would make up the weights of the pruned layers. Load it
+    with :func:`load_pruned`.
 
     Args:
-        model: a pretrained model with pruned heads.
-        folder: where to; made if it does not exist.
+        model: a `PreTrainedModel` after `prune_heads`.
+        path: the folder; made if it does not exist.
 
     Raises:
-        InputError: if the model is no `PreTrainedModel`, or none of its heads was pruned.
+        InputError: if the model has no pruned heads, or the path is a file.
     """
-    model = _pretrained(model)
-    noted = records(model)
-    if not noted:
+    folder, model = _folder(path), _pretrained(model)
+    recorded = records(model)
+    if not recorded:
         raise InputError(f"{type(model).__name__} has no pruned heads. Use save_pretrained.")
-    folder.mkdir(parents=True, exist_ok=True)
-    config = model.config
-    setattr(config, RECORD, noted)
-    config.architectures = [type(model).__name__]
-    config.dtype = model.dtype
-    config.save_pretrained(folder)
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
-    write_tensors(folder / _WEIGHTS, _distinct(model.state_dict()), {"format": "pt"})
+    setattr(model.config, RECORD, recorded)
+    # Key names as the model has them, and all weights in one file.
+    model.save_pretrained(folder, save_original_format=False, max_shard_size="100TB")
 
 
-def read_checkpoint(
-    folder: Path, model_class: type[PreTrainedModel] | None, implementation: str | None
-) -> PreTrainedModel:
-    """Build a pruned model and load its weights, every one of them and no other.
+def load_pruned(
+    path: str | os.PathLike[str],
+    *,
+    model_class: Any = None,
+    attn_implementation: str | None = None,
+) -> Any:
+    """Load a model that :func:`save_pruned` wrote, or a checkpoint of one from a `Trainer`.
 
     Args:
-        folder: what :func:`write_checkpoint` wrote.
+        path: the folder.
         model_class: class of the model; by default the one the configuration names.
-        implementation: attention implementation; by default that of the class.
+        attn_implementation: as for `from_pretrained`.
 
     Returns:
-        The model in evaluation mode.
+        The model in evaluation mode, with bit-identical outputs; it can be trained and pruned
+        further.
 
     Raises:
-        InputError: if the folder holds no pruned model, or weights that do not fit it.
+        InputError: if the folder holds no pruned model, or weights that do not fit it exactly.
     """
+    folder = _folder(path)
     try:
         config = AutoConfig.from_pretrained(folder)
         tensors = tensor_files.load_file(folder / _WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise InputError(f"Cannot read a pruned model from {folder}: {error}") from error
-    noted = getattr(config, RECORD, None)
-    if not noted:
+    recorded = getattr(config, RECORD, None)
+    if not recorded:
         raise InputError(
             f"{folder} holds no pruned model: its configuration has no {RECORD}. Use "
             f"from_pretrained."
         )
     cls = _class_of(config) if model_class is None else model_class
-    options = {} if implementation is None else {"attn_implementation": implementation}
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with torch.random.fork_rng([]):
-        model = cast(PreTrainedModel, cls._from_config(config, **options))
-    rebuild(model, noted)
+        model = cls._from_config(config, **options)
+    rebuild(model, recorded)
     _load(model, tensors, folder)
     return model.eval()
 
 
-def write_replaced(model: nn.Module, changed: Mapping[nn.Parameter, Tensor], folder: Path) -> None:
-    """Save a model with `save_pretrained`, some weights replaced in the file only.
+def export_masked(
+    model: nn.Module,
+    heads: Heads,
+    path: str | os.PathLike[str],
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    kinds: Kinds = None,
+) -> None:
+    """Save a model with some heads silenced, for tools that know nothing of pruning.
+
+    The columns of W_O that read these heads are zero in the files; all shapes are as ever, so
+    `from_pretrained` loads them, and outputs equal those of `mask_heads`. The model at hand is not
+    changed.
 
     Args:
-        model: a pretrained model; not changed.
-        changed: replacements by parameter.
-        folder: where to.
+        model: a `PreTrainedModel`.
+        heads: `{layer: [head, …]}`, a boolean `[L, H]` tensor, or a plan.
+        path: the folder.
+        inputs: small keyword inputs of the model, to find the heads; made up by default.
+        kinds: kinds of attention, as for a lens.
 
     Raises:
-        InputError: if the model is no `PreTrainedModel`, or some of its heads were pruned.
+        InputError: if a layer or head does not exist, layers that share weights are treated
+            differently, or heads of the model were pruned.
     """
-    model = _pretrained(model)
+    layers = find_heads(Trial(model, inputs), kinds)
+    plan = resolve(heads, layers)
+    if not plan:
+        raise InputError(f"heads names no head to silence. Got {heads!r}.")
+    require_same_in_shared_layers(plan, layers)
+    folder, model = _folder(path), _pretrained(model)
     if records(model):
         raise InputError(
             "The model has pruned heads, so no other tool can read it. Export the unpruned model."
         )
-    replacements = {id(parameter): tensor for parameter, tensor in changed.items()}
+    silenced: dict[int, Tensor] = {}
+    for layer in layers:
+        if plan.of(layer):
+            weight = output_weight(layer)
+            tensor = weight.tensor.detach()
+            columns = weight.used_by(plan.of(layer)).to(tensor.device)
+            silenced[id(weight.tensor)] = tensor.index_fill(weight.dim, columns, 0)
     state = {
-        name: replacements.get(id(tensor), tensor.detach())
+        name: silenced.get(id(tensor), tensor.detach())
         for name, tensor in model.state_dict(keep_vars=True).items()
     }
     model.save_pretrained(folder, state_dict=state)
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    folder = Path(path)
+    if folder.is_file():
+        raise InputError(f"path must be a folder. Got the file {folder}.")
+    return folder
 
 
 def _pretrained(model: nn.Module) -> PreTrainedModel:
@@ -114,24 +158,12 @@ def _pretrained(model: nn.Module) -> PreTrainedModel:
     return model
 
 
-def _class_of(config: Any) -> type[PreTrainedModel]:
+def _class_of(config: Any) -> Any:
     names = getattr(config, "architectures", None) or [""]
     cls = getattr(transformers, names[0], None)
     if cls is None:
         raise InputError(f"transformers has no class {names[0]!r}. Pass model_class=.")
-    return cast(type[PreTrainedModel], cls)
-
-
-def _distinct(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor once, under its first name; tied weights share memory."""
-    seen: set[tuple[int, torch.Size]] = set()
-    kept = {}
-    for name, tensor in state.items():
-        key = (tensor.data_ptr(), tensor.shape)
-        if key not in seen or not tensor.numel():
-            kept[name] = tensor.contiguous()
-        seen.add(key)
-    return kept
+    return cls
 
 
 def _load(model: PreTrainedModel, tensors: dict[str, Tensor], folder: Path) -> None:

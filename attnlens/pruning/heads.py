@@ -6,21 +6,21 @@ many heads it reads and how wide they are. Rows are numbered as in the results o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attnlens.capture import Capture, Kind
 from attnlens.errors import UnsupportedAttentionError
-from attnlens.tap.outputs import output_tensors, pretrained_inside
+from attnlens.results import LayerKey
 from attnlens.tap.projection import linear_hooks
-from attnlens.tap.sites import Catalogue, Selection, select
+from attnlens.tap.selection import Kinds, select
+from attnlens.tap.sites import Catalogue
 from attnlens.tap.tap import Tap
-from attnlens.texts.trial_inputs import example_inputs
+from attnlens.tap.trial import Trial
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +31,7 @@ class LayerHeads:
         stack: name of the attention module with its indices replaced by `*`.
         layer: index in its stack, counted by call where a module is shared.
         site: name of the attention module.
+        kind: encoder or decoder self-attention, or cross-attention.
         heads: H.
         width: D.
         group: number of query heads that share a key head.
@@ -44,6 +45,7 @@ class LayerHeads:
     stack: str
     layer: int
     site: str
+    kind: Kind
     heads: int
     width: int
     group: int = 1
@@ -54,7 +56,7 @@ class LayerHeads:
     reason: str = ""
 
     @property
-    def key(self) -> tuple[str, int]:
+    def key(self) -> LayerKey:
         """Stack and layer."""
         return self.stack, self.layer
 
@@ -63,72 +65,17 @@ class LayerHeads:
         """The layer in words, for messages."""
         return f"layer {self.layer} ({self.site})"
 
-
-class Probe:
-    """A forward pass on small inputs that leaves no trace in the model or the random state.
-
-    Args:
-        model: a `PreTrainedModel`, or any module with one inside.
-        inputs: keyword inputs of the model; made up for the pretrained model by default.
-    """
-
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Any] | None = None) -> None:
-        self.model = model
-        self._called = model
-        if inputs is None:
-            self._called = pretrained = pretrained_inside(model)
-            inputs = example_inputs(pretrained)
-        self._inputs = dict(inputs)
-
-    def __call__(self) -> list[Tensor]:
-        """Run the model in evaluation mode, always with the same random numbers.
-
-        Returns:
-            Every tensor it returned.
-        """
-        with evaluating(self.model), torch.random.fork_rng(_devices(self.model)):
-            torch.manual_seed(0)
-            return output_tensors(self._called(**self._inputs))
+    def contexts(self, received: Tensor) -> Tensor:
+        """View the input of W_O as the contexts of the heads, `[..., H, D]`."""
+        last = received.movedim(self.axis, -1)
+        return last.reshape(*last.shape[:-1], self.heads, self.width)
 
 
-@contextmanager
-def modes_restored(model: nn.Module) -> Iterator[None]:
-    """Put every module back into training or evaluation mode, as it was, after a block.
-
-    Args:
-        model: any module.
-
-    Yields:
-        Nothing.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Keep a model in evaluation mode for a block; afterwards every module is as it was.
-
-    Args:
-        model: any module.
-
-    Yields:
-        Nothing.
-    """
-    with modes_restored(model):
-        model.eval()
-        yield
-
-
-def find_heads(probe: Probe, kinds: Iterable[Kind] | Kind | None = None) -> tuple[LayerHeads, ...]:
+def find_heads(trial: Trial, kinds: Kinds = None) -> tuple[LayerHeads, ...]:
     """Find the heads of every layer.
 
     Args:
-        probe: runs the model.
+        trial: runs the model.
         kinds: kinds of attention, as for a lens.
 
     Returns:
@@ -137,62 +84,30 @@ def find_heads(probe: Probe, kinds: Iterable[Kind] | Kind | None = None) -> tupl
     Raises:
         UnsupportedAttentionError: if no attention was seen.
     """
-    captures = _captures(probe, selection_of(probe.model, kinds))
+    captures: list[Capture] = []
+    received: dict[str, list[Tensor]] = {}  # by linear modules, call by call
+
+    def keep(name: str, module: nn.Module, tensor: Tensor) -> None:
+        received.setdefault(name, []).append(tensor)
+
+    with ExitStack() as stack, torch.no_grad():
+        for handle in linear_hooks(trial.model, keep):
+            stack.callback(handle.remove)
+        Tap(select(Catalogue(trial.model), kinds=kinds), captures.append).attach(stack)
+        trial()
     if not captures:
         raise UnsupportedAttentionError(
-            f"No attention was seen in {type(probe.model).__name__}, so it has no heads to mask, "
+            f"No attention was seen in {type(trial.model).__name__}, so it has no heads to mask, "
             f"prune or score. attnlens.checking.check(model) says more."
         )
-    names = {
-        capture.output_projection.name
-        for capture in captures
-        if capture.output_projection is not None
-    }
-    received = _received(probe, names)
-    layers: dict[tuple[str, int], list[Capture]] = {}
+    by_layer: dict[LayerKey, list[Capture]] = {}
     for capture in captures:
-        layers.setdefault((capture.stack, capture.layer), []).append(capture)
-    calls = {name: iter(inputs) for name, inputs in received.items()}
-    modules = dict(probe.model.named_modules())
-    found = [_layer(calls, modules, group) for group in layers.values()]
-    order = {stack: place for place, stack in enumerate(dict.fromkeys(s for s, _ in layers))}
-    return tuple(sorted(found, key=lambda layer: (order[layer.stack], layer.layer)))
-
-
-def selection_of(model: nn.Module, kinds: Iterable[Kind] | Kind | None) -> Selection:
-    """Choose every layer of some kinds of attention.
-
-    Args:
-        model: the model.
-        kinds: kinds of attention, as for a lens.
-
-    Returns:
-        The selection.
-    """
-    return select(Catalogue(model), None, (kinds,) if isinstance(kinds, str) else kinds)
-
-
-def _captures(probe: Probe, selection: Selection) -> list[Capture]:
-    captures: list[Capture] = []
-    with ExitStack() as stack, torch.no_grad():
-        Tap(probe.model, selection, captures.append, every=1).attach(stack)
-        probe()
-    return captures
-
-
-def _received(probe: Probe, names: set[str]) -> dict[str, list[Tensor]]:
-    """The inputs of some linear modules, call by call."""
-    kept: dict[str, list[Tensor]] = {name: [] for name in names}
-
-    def keep(name: str, module: nn.Module, received: Tensor) -> None:
-        if name in kept:
-            kept[name].append(received)
-
-    with ExitStack() as stack, torch.no_grad():
-        for handle in linear_hooks(probe.model, keep):
-            stack.callback(handle.remove)
-        probe()
-    return kept
+        by_layer.setdefault((capture.stack, capture.layer), []).append(capture)
+    calls = {name: iter(tensors) for name, tensors in received.items()}
+    modules = dict(trial.model.named_modules())
+    layers = [_layer(calls, modules, group) for group in by_layer.values()]
+    stacks = list(dict.fromkeys(stack for stack, _ in by_layer))
+    return tuple(sorted(layers, key=lambda layer: (stacks.index(layer.stack), layer.layer)))
 
 
 def _layer(
@@ -200,18 +115,24 @@ def _layer(
 ) -> LayerHeads:
     """Describe the layer that some captures are of."""
     first, *others = group
-    _, heads, _, _, width = first.shape
-    keys = first.grouped_value.shape[1]
-    bare = LayerHeads(first.stack, first.layer, first.site, heads, width, heads // max(keys, 1))
+    batch, heads, queries, _, width = first.shape
+    bare = LayerHeads(
+        first.stack,
+        first.layer,
+        first.site,
+        first.kind,
+        heads,
+        width,
+        heads // max(first.grouped_value.shape[1], 1),
+    )
     output = first.output_projection
     if output is None:
         return replace(bare, reason=first.projection_reason)
     if any(o.output_projection is None or o.output_projection.name != output.name for o in others):
         return replace(bare, reason="its attention products go to different output projections")
-    received = next(calls[output.name], None)
+    received = next(calls.get(output.name, iter(())), None)
     if received is None:
         return replace(bare, reason=f"{output.name} is applied without being called as a module")
-    batch, _, queries, _, _ = first.shape
     context = first.context.transpose(1, 2).flatten(2)
     module = modules[output.name]
     return replace(
@@ -222,9 +143,3 @@ def _layer(
         in_order=received.shape == (batch, queries, heads * width)
         and torch.equal(context, received),
     )
-
-
-def _devices(model: nn.Module) -> list[int]:
-    """CUDA devices a model lives on: their random state is put back as well."""
-    found = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
-    return sorted(found)

@@ -6,26 +6,27 @@ with mask_heads(model, {0: [3, 7], 4: [1]}):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from attnlens.algebra.values import working_dtype
-from attnlens.capture import Capture, Kind
+from attnlens.capture import Capture
 from attnlens.errors import CaptureError, InputError, UnsupportedAttentionError
-from attnlens.pruning.heads import LayerHeads, Probe, find_heads, selection_of
-from attnlens.pruning.plan import HeadPlan, Heads, existing_heads, resolve
+from attnlens.pruning.heads import LayerHeads, find_heads
+from attnlens.pruning.plan import Heads, Plan, existing_heads, resolve
 from attnlens.tap.compiled import running_eagerly
-from attnlens.tap.hooks import Replacement
-from attnlens.tap.scope import replaying
+from attnlens.tap.hooks import Replacement, replaying
+from attnlens.tap.selection import Kinds, Selection
+from attnlens.tap.sites import Catalogue
 from attnlens.tap.tap import Tap
+from attnlens.tap.trial import Trial
 
 Mode = Literal["zero", "mean", "uniform"]
-MODES = ("zero", "mean", "uniform")
 
 
 @contextmanager
@@ -36,8 +37,8 @@ def mask_heads(
     gates: Tensor | None = None,
     *,
     inputs: Mapping[str, Any] | None = None,
-    kinds: Iterable[Kind] | Kind | None = None,
-) -> Iterator[HeadPlan]:
+    kinds: Kinds = None,
+) -> Iterator[Plan]:
     """Mask heads of a model for the duration of a `with` block.
 
     A head's context, its slice of the input of W_O, is replaced; nothing else is touched. Rows of
@@ -67,13 +68,14 @@ def mask_heads(
     References:
         Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", NeurIPS 2019, section 2.
     """
-    if mode not in MODES:
-        raise InputError(f"mode must be one of {', '.join(MODES)}. Got {mode!r}.")
-    layers = find_heads(Probe(model, inputs), kinds)
+    modes = get_args(Mode)
+    if mode not in modes:
+        raise InputError(f"mode must be one of {', '.join(modes)}. Got {mode!r}.")
+    layers = find_heads(Trial(model, inputs), kinds)
     plan = resolve({} if heads is None else heads, layers)
     if not plan and gates is None:
         raise InputError(f"heads names no head to mask, and there are no gates. Got {heads!r}.")
-    with masking(model, layers, plan, mode, gates, kinds):
+    with masking(model, layers, plan, mode, gates):
         yield plan
 
 
@@ -81,31 +83,25 @@ def mask_heads(
 def masking(
     model: nn.Module,
     layers: Sequence[LayerHeads],
-    plan: HeadPlan,
+    plan: Plan,
     mode: Mode = "zero",
     gates: Tensor | None = None,
-    kinds: Iterable[Kind] | Kind | None = None,
 ) -> Iterator[None]:
     """Mask heads that were found before.
 
     Args:
-        model: the model.
-        layers: its heads.
+        model: what runs in the block.
+        layers: the heads of the model.
         plan: which of them to mask.
         mode: what takes a context's place.
         gates: `[L, H]` factors, or None.
-        kinds: the kinds of attention that `layers` are of.
-
-    Yields:
-        Nothing.
     """
-    jobs = _jobs(layers, plan, mode, gates)
-    masker = _Masker(jobs, mode)
+    masker = _Masker(_jobs(layers, plan, mode, gates), mode)
     with ExitStack() as stack:
         stack.enter_context(running_eagerly(model))
         if masker.listens:
-            tap = Tap(model, selection_of(model, kinds), masker.hear, every=1)
-            tap.attach(stack)
+            kinds = frozenset(layer.kind for layer in layers)
+            Tap(Selection(Catalogue(model), None, kinds), masker.hear).attach(stack)
         for module in masker.modules:
             stack.callback(module.register_forward_pre_hook(Replacement(masker.replace)).remove)
         stack.callback(masker.forget)
@@ -123,26 +119,22 @@ class _Job:
 
 
 class _Masker:
-    """Replace the inputs of output projections."""
+    """Replace the inputs of output projections.
+
+    Attributes:
+        modules: every output projection whose input is replaced.
+        listens: whether the attention calls themselves must be heard.
+    """
 
     def __init__(self, jobs: Sequence[_Job], mode: Mode) -> None:
         self._mode = mode
-        self._jobs: dict[int, list[_Job]] = {}
+        self._jobs: dict[nn.Module, list[_Job]] = {}
         for job in jobs:
-            self._jobs.setdefault(id(job.module), []).append(job)
+            self._jobs.setdefault(job.module, []).append(job)
         self._heard: dict[str, list[Capture]] = {}
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """Every output projection whose input is replaced."""
-        return [jobs[0].module for jobs in self._jobs.values()]
-
-    @property
-    def listens(self) -> bool:
-        """Whether the attention calls themselves must be heard."""
-        shared = any(len(jobs) > 1 for jobs in self._jobs.values())
-        masked = any(job.masked.numel() for jobs in self._jobs.values() for job in jobs)
-        return shared or (masked and self._mode != "zero")
+        self.modules = list(self._jobs)
+        shared = len(jobs) > len(self.modules)
+        self.listens = shared or (mode != "zero" and any(job.masked.numel() for job in jobs))
 
     def hear(self, capture: Capture) -> None:
         """Keep an attention call until its context arrives at the output projection."""
@@ -154,15 +146,14 @@ class _Masker:
         self._heard.clear()
 
     def replace(self, module: nn.Module, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Pre-forward hook of an output projection."""
+        """Change the input of an output projection; its pre-forward hook."""
         received, *rest = args
-        jobs = self._jobs[id(module)]
-        heard = self._heard.pop(jobs[0].layer.name, [])
+        job, *others = self._jobs[module]
+        heard = self._heard.pop(job.layer.name, [])
         if self.listens and not heard:
-            self._refuse(jobs[0])
-        job = jobs[0]
-        if len(jobs) > 1:
-            job = next(job for job in jobs if job.layer.layer == heard[-1].layer)
+            self._refuse(job)
+        if others:
+            job = next(j for j in (job, *others) if j.layer.layer == heard[-1].layer)
         return (_replaced(received, job, self._mode, heard), *rest)
 
     def _refuse(self, job: _Job) -> None:
@@ -175,14 +166,12 @@ class _Masker:
         raise CaptureError(f"{job.layer.name} ran without its attention being heard. {reason}")
 
 
-def _jobs(
-    layers: Sequence[LayerHeads], plan: HeadPlan, mode: Mode, gates: Tensor | None
-) -> list[_Job]:
+def _jobs(layers: Sequence[LayerHeads], plan: Plan, mode: Mode, gates: Tensor | None) -> list[_Job]:
     """Say what is done to each layer, after checking that it can be done."""
     if gates is not None:
         _check_gates(gates, layers)
     jobs = []
-    shared = {layer.name for layer in layers if plan.of(layer)}
+    affected = {layer.name for layer in layers if plan.of(layer)}
     for row, layer in enumerate(layers):
         heads = plan.of(layer)
         if heads and mode != "zero" and not layer.in_order:
@@ -190,7 +179,7 @@ def _jobs(
                 f"mode={mode!r} needs tokens in batch order, and {layer.name} receives those of "
                 f"{layer.label} in another. Use mode='zero'."
             )
-        if layer.projection is None or (gates is None and layer.name not in shared):
+        if layer.projection is None or (gates is None and layer.name not in affected):
             continue
         gate = None if gates is None else gates[row, : layer.heads]
         jobs.append(_Job(layer, layer.projection, torch.tensor(heads, dtype=torch.long), gate))
@@ -213,7 +202,7 @@ def _check_gates(gates: Tensor, layers: Sequence[LayerHeads]) -> None:
 def _replaced(received: Tensor, job: _Job, mode: Mode, heard: Sequence[Capture]) -> Tensor:
     """The input of an output projection with gates and masks applied."""
     layer = job.layer
-    context = received.movedim(layer.axis, -1).unflatten(-1, (layer.heads, layer.width))
+    context = layer.contexts(received)
     if job.gate is not None:
         context = context * job.gate.to(context)[:, None]
     if job.masked.numel():
@@ -224,22 +213,24 @@ def _replaced(received: Tensor, job: _Job, mode: Mode, heard: Sequence[Capture])
 
 def _substitute(context: Tensor, masked: Tensor, mode: Mode, heard: Sequence[Capture]) -> Tensor:
     """What takes the place of the masked contexts, `[..., h, D]`."""
-    chosen = context.index_select(-2, masked)
+    before = context.index_select(-2, masked)
     if mode == "zero":
-        return torch.zeros_like(chosen)
+        return torch.zeros_like(before)
     (capture,) = heard
     if mode == "mean":
-        return _mean(chosen, capture.real_rows, masked)
-    return _uniform(capture, masked).to(chosen.dtype).expand_as(chosen)
+        replacement = _mean(before, capture.real_rows, masked)
+    else:
+        replacement = _uniform(capture, masked)
+    return replacement.to(before.dtype).expand_as(before)
 
 
-def _mean(chosen: Tensor, real: Tensor, masked: Tensor) -> Tensor:
-    """The mean over the real tokens of each example: `[B, Q, h, D]`, equal for all tokens."""
+def _mean(contexts: Tensor, real: Tensor, masked: Tensor) -> Tensor:
+    """The mean over the real tokens of each example: `[B, 1, h, D]`."""
     if real.shape[1] > 1:
         real = real.index_select(1, masked)
     real = real.transpose(1, 2)[..., None]  # [B, Q, 1 or h, 1]
-    total = torch.where(real, chosen, 0).sum(1, keepdim=True)
-    return (total / real.sum(1, keepdim=True).clamp(min=1)).to(chosen.dtype).expand_as(chosen)
+    total = torch.where(real, contexts, 0).sum(1, keepdim=True)
+    return total / real.sum(1, keepdim=True).clamp(min=1)
 
 
 def _uniform(capture: Capture, masked: Tensor) -> Tensor:
@@ -248,7 +239,8 @@ def _uniform(capture: Capture, masked: Tensor) -> Tensor:
     value = value.to(working_dtype(value))
     mask = capture.mask
     if mask is None:
-        return value.mean(2, keepdim=True).transpose(1, 2)
+        uniform: Tensor = value.mean(2, keepdim=True)
+        return uniform.transpose(1, 2)
     if mask.shape[1] > 1:
         mask = mask.index_select(1, masked)
     weights = mask.expand(*mask.shape[:-1], value.shape[2]).to(value)

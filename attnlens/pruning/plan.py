@@ -14,15 +14,15 @@ from torch import Tensor
 from attnlens.errors import InputError, UnsupportedAttentionError
 from attnlens.files import read_json
 from attnlens.pruning.heads import LayerHeads
+from attnlens.results import LayerKey
 from attnlens.saving import storable
 
-LayerKey = tuple[str, int]
 _FORMAT = 1
 
 
 @storable()
 @dataclass(frozen=True)
-class HeadPlan:
+class Plan:
     """Heads chosen to be masked or pruned.
 
     Attributes:
@@ -53,7 +53,7 @@ class HeadPlan:
         return {"format": _FORMAT, "heads": rows}
 
     @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> HeadPlan:
+    def from_dict(cls, document: Mapping[str, Any]) -> Plan:
         """Read what :meth:`to_dict` returned.
 
         Args:
@@ -66,23 +66,20 @@ class HeadPlan:
             InputError: if it is not a head plan, or of a newer format.
         """
         try:
-            known = document["format"] <= _FORMAT
+            readable = document["format"] <= _FORMAT
             heads = {
                 (str(row["stack"]), int(row["layer"])): tuple(map(int, row["heads"]))
                 for row in document["heads"]
             }
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"This is not a head plan: {error!r}.") from error
-        if not known:
+        if not readable:
             raise InputError(f"Head plan of format {document['format']}; known is {_FORMAT}.")
         return cls(heads)
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> HeadPlan:
+    def read(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan from a JSON file.
-
-        Args:
-            path: the file.
 
         Returns:
             The plan.
@@ -94,10 +91,10 @@ class HeadPlan:
 
 
 # layer → heads; a boolean [L, H]; or a plan
-Heads = Mapping[Any, Iterable[int]] | Tensor | HeadPlan
+Heads = Mapping[Any, Iterable[int]] | Tensor | Plan
 
 
-def resolve(heads: Heads, layers: Sequence[LayerHeads]) -> HeadPlan:
+def resolve(heads: Heads, layers: Sequence[LayerHeads]) -> Plan:
     """Check which heads are meant.
 
     Args:
@@ -113,7 +110,7 @@ def resolve(heads: Heads, layers: Sequence[LayerHeads]) -> HeadPlan:
             shape or type.
         UnsupportedAttentionError: if the output projection of a chosen layer is not known.
     """
-    if isinstance(heads, HeadPlan):
+    if isinstance(heads, Plan):
         heads = heads.heads
     if isinstance(heads, Tensor):
         heads = _of_tensor(heads, layers)
@@ -121,28 +118,28 @@ def resolve(heads: Heads, layers: Sequence[LayerHeads]) -> HeadPlan:
         raise InputError(
             f"heads must be {{layer: [head, ...]}} or a boolean [L, H] tensor. Got {heads!r}."
         )
-    chosen: dict[LayerKey, tuple[int, ...]] = {}
+    resolved: dict[LayerKey, tuple[int, ...]] = {}
     for key, numbers in heads.items():
         layer = _layer(key, layers)
-        if layer.key in chosen:
+        if layer.key in resolved:
             raise InputError(f"heads names {layer.label} twice. Got keys {list(heads)}.")
-        chosen[layer.key] = _checked(numbers, layer)
-    return HeadPlan({layer.key: chosen[layer.key] for layer in layers if chosen.get(layer.key)})
+        resolved[layer.key] = _checked(numbers, layer)
+    return Plan({layer.key: resolved[layer.key] for layer in layers if resolved.get(layer.key)})
 
 
-def head_mask(plan: HeadPlan, layers: Sequence[LayerHeads]) -> Tensor:
+def head_mask(plan: Plan, layers: Sequence[LayerHeads]) -> Tensor:
     """Write a plan as a tensor.
 
     Args:
-        plan: the plan.
-        layers: its rows.
+        plan: chosen heads.
+        layers: the rows of the tensor.
 
     Returns:
         `[L, H]` bool, True for chosen heads.
     """
-    mask = torch.zeros(len(layers), max(layer.heads for layer in layers), dtype=torch.bool)
-    for row, layer in enumerate(layers):
-        mask[row, list(plan.of(layer))] = True
+    mask = torch.zeros_like(existing_heads(layers))
+    for row, layer in zip(mask, layers, strict=True):
+        row[list(plan.of(layer))] = True
     return mask
 
 
@@ -150,7 +147,7 @@ def existing_heads(layers: Sequence[LayerHeads]) -> Tensor:
     """Tell which entries of an `[L, H]` tensor are heads.
 
     Args:
-        layers: its rows.
+        layers: the rows of the tensor.
 
     Returns:
         `[L, H]` bool, False where a layer has fewer heads than the widest.
@@ -159,11 +156,11 @@ def existing_heads(layers: Sequence[LayerHeads]) -> Tensor:
     return torch.arange(int(counts.max())) < counts[:, None]
 
 
-def require_same_in_shared_layers(plan: HeadPlan, layers: Sequence[LayerHeads]) -> None:
+def require_same_in_shared_layers(plan: Plan, layers: Sequence[LayerHeads]) -> None:
     """Refuse plans that treat layers with the same weights differently.
 
     Args:
-        plan: the plan.
+        plan: chosen heads.
         layers: the heads there are.
 
     Raises:
@@ -181,7 +178,7 @@ def require_same_in_shared_layers(plan: HeadPlan, layers: Sequence[LayerHeads]) 
 
 
 def _of_tensor(heads: Tensor, layers: Sequence[LayerHeads]) -> dict[LayerKey, list[int]]:
-    shape = (len(layers), max(layer.heads for layer in layers))
+    shape = existing_heads(layers).shape
     if heads.dtype != torch.bool or heads.shape != shape:
         raise InputError(
             f"heads must be bool {list(shape)}. Got {heads.dtype} {list(heads.shape)}."
@@ -217,11 +214,12 @@ def _layer(key: Any, layers: Sequence[LayerHeads]) -> LayerHeads:
 def _checked(numbers: Iterable[int], layer: LayerHeads) -> tuple[int, ...]:
     """The chosen heads of one layer in ascending order."""
     given = list(numbers) if isinstance(numbers, Iterable) else [numbers]
-    indices = [_integer(number) for number in given]
-    heads = [i for i in indices if i is not None and 0 <= i < layer.heads]
-    if len(heads) < len(given):
-        wrong = next(g for g, i in zip(given, indices, strict=True) if i not in heads)
-        raise InputError(f"{layer.label} has heads 0 to {layer.heads - 1}. Got {wrong!r}.")
+    heads = []
+    for number in given:
+        head = _integer(number)
+        if head is None or not 0 <= head < layer.heads:
+            raise InputError(f"{layer.label} has heads 0 to {layer.heads - 1}. Got {number!r}.")
+        heads.append(head)
     if len(set(heads)) < len(heads):
         raise InputError(f"heads of {layer.label} holds duplicates. Got {given}.")
     if heads and layer.projection is None:
@@ -233,9 +231,7 @@ def _checked(numbers: Iterable[int], layer: LayerHeads) -> tuple[int, ...]:
 
 def _integer(number: Any) -> int | None:
     """The number as an integer, or None if it is not one."""
-    if isinstance(number, bool):
-        return None
     try:
-        return operator.index(number)
+        return None if isinstance(number, bool) else operator.index(number)
     except TypeError:
         return None

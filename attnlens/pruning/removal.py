@@ -17,15 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from attnlens.capture import Kind
 from attnlens.errors import InputError, UnsupportedAttentionError
-from attnlens.pruning.headed import HeadedLayer, find_headed
-from attnlens.pruning.heads import LayerHeads, Probe, find_heads
+from attnlens.pruning.division import LayerDivision, find_divisions
+from attnlens.pruning.heads import LayerHeads, find_heads
 from attnlens.pruning.mask import masking
-from attnlens.pruning.plan import HeadPlan, Heads, require_same_in_shared_layers, resolve
+from attnlens.pruning.plan import Heads, Plan, require_same_in_shared_layers, resolve
 from attnlens.pruning.surgery import Cut, note_in_config
 from attnlens.results import Result
 from attnlens.saving import storable
+from attnlens.tap.selection import Kinds
+from attnlens.tap.trial import Trial
 
 # Largest difference of an output from masking, relative to the largest output, that is rounding.
 TOLERANCE = {
@@ -65,7 +66,7 @@ class PruningReport(Result):
         difference: largest difference of an output from that of the masked model.
     """
 
-    plan: HeadPlan
+    plan: Plan
     heads: int
     before: Cost
     after: Cost
@@ -105,7 +106,7 @@ def prune_heads(
     *,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     inputs: Mapping[str, Any] | None = None,
-    kinds: Iterable[Kind] | Kind | None = None,
+    kinds: Kinds = None,
     timing: Mapping[str, Any] | None = None,
     repeats: int = 5,
 ) -> PruningReport:
@@ -141,33 +142,33 @@ def prune_heads(
     References:
         Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", NeurIPS 2019, section 4.
     """
-    probe = Probe(model, inputs)
-    layers = find_heads(probe, kinds)
+    trial = Trial(model, inputs)
+    layers = find_heads(trial, kinds)
     plan = resolve(heads, layers)
     if not plan:
         raise InputError(f"heads names no head to prune. Got {heads!r}.")
     require_same_in_shared_layers(plan, layers)
     _require_whole_groups(plan, layers)
-    headed = find_headed(probe, layers)
-    chosen = [layer for layer in headed if plan.of(layer.layer)]
-    _require_free(chosen, optimizer)
-    with masking(model, layers, plan, kinds=kinds):
-        masked = _outputs(probe)
-    timed = probe if timing is None else Probe(model, timing)
-    before = _cost(headed, timed, repeats)
+    divisions = find_divisions(trial, layers)
+    affected = [division for division in divisions if plan.of(division.layer)]
+    _require_free(affected, optimizer)
+    with masking(model, layers, plan):
+        masked = _outputs(trial)
+    timed = trial if timing is None else Trial(model, timing)
+    before = _cost(divisions, timed, repeats)
     with ExitStack() as undo:
         cut = Cut(model, undo)
-        for layer in chosen:
-            cut.remove(layer, plan.of(layer.layer))
-        difference = _difference(masked, probe, plan)
+        for division in affected:
+            cut.remove(division, plan.of(division.layer))
+        difference = _difference(masked, trial, plan)
         note_in_config(model, undo)
-        after = _cost(headed, timed, repeats)
+        after = _cost(divisions, timed, repeats)
         undo.pop_all()
     total = sum(layer.heads for layer in layers)
     return PruningReport(plan, total, before, after, difference)
 
 
-def _require_whole_groups(plan: HeadPlan, layers: Sequence[LayerHeads]) -> None:
+def _require_whole_groups(plan: Plan, layers: Sequence[LayerHeads]) -> None:
     for layer in layers:
         pruned = set(plan.of(layer))
         for start in range(0, layer.heads, layer.group):
@@ -180,7 +181,7 @@ def _require_whole_groups(plan: HeadPlan, layers: Sequence[LayerHeads]) -> None:
 
 
 def _require_free(
-    headed: Sequence[HeadedLayer], optimizer: Optimizer | Iterable[Optimizer] | None
+    divisions: Sequence[LayerDivision], optimizer: Optimizer | Iterable[Optimizer] | None
 ) -> None:
     """Refuse where an optimiser holds a weight that is about to be replaced."""
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
@@ -190,25 +191,24 @@ def _require_free(
         for group in each.param_groups
         for parameter in group["params"]
     }
-    for layer in headed:
-        for weight in layer.weights:
-            if id(weight.tensor) in held:
-                raise InputError(
-                    f"optimizer holds the weights of {layer.layer.label}, which pruning replaces: "
-                    f"it would go on updating the old ones. Prune first, then make the optimizer."
-                )
+    for division in divisions:
+        if any(id(weight.tensor) in held for weight in division.weights):
+            raise InputError(
+                f"optimizer holds the weights of {division.layer.label}, which pruning replaces: "
+                f"it would go on updating the old ones. Prune first, then make the optimizer."
+            )
 
 
-def _outputs(probe: Probe) -> list[Tensor]:
+def _outputs(trial: Trial) -> list[Tensor]:
     with torch.no_grad():
-        return probe()
+        return trial()
 
 
-def _difference(masked: Sequence[Tensor], probe: Probe, plan: HeadPlan) -> float:
+def _difference(masked: Sequence[Tensor], trial: Trial, plan: Plan) -> float:
     """The largest difference of a pruned model from the masked one, if it is rounding."""
-    name = type(probe.model).__name__
+    name = type(trial.model).__name__
     try:
-        pruned = _outputs(probe)
+        pruned = _outputs(trial)
     except Exception as error:
         raise UnsupportedAttentionError(
             f"{name} does not run without heads {plan}: {error}. It is as it was before. Keep at "
@@ -228,19 +228,19 @@ def _difference(masked: Sequence[Tensor], probe: Probe, plan: HeadPlan) -> float
     return worst
 
 
-def _cost(headed: Sequence[HeadedLayer], probe: Probe, repeats: int) -> Cost:
-    matrices = (w.tensor for layer in headed for w in layer.weights if w.is_matrix)
+def _cost(divisions: Sequence[LayerDivision], trial: Trial, repeats: int) -> Cost:
+    matrices = (w.tensor for division in divisions for w in division.weights if w.is_matrix)
     return Cost(
-        parameters=sum(parameter.numel() for parameter in probe.model.parameters()),
+        parameters=sum(parameter.numel() for parameter in trial.model.parameters()),
         flops=sum(2 * matrix.numel() for matrix in matrices),
-        seconds=_seconds(probe, repeats),
+        seconds=_seconds(trial, repeats),
     )
 
 
-def _seconds(probe: Probe, repeats: int) -> float:
+def _seconds(trial: Trial, repeats: int) -> float:
     times = []
     for _ in range(repeats + 1):  # the first one warms up
         start = time.perf_counter()
-        _outputs(probe)
+        _outputs(trial)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from attnlens.attention.statistics import HeadStatistics
-from attnlens.capture import Kind
 from attnlens.errors import InputError
 from attnlens.lens import Lens
-from attnlens.pruning.headed import HeadedLayer, find_headed
-from attnlens.pruning.heads import LayerHeads, Probe, evaluating, find_heads
+from attnlens.pruning.division import LayerDivision, find_divisions
+from attnlens.pruning.heads import LayerHeads, find_heads
 from attnlens.pruning.mask import masking
-from attnlens.pruning.plan import HeadPlan, existing_heads
+from attnlens.pruning.plan import Plan, existing_heads
+from attnlens.tap.selection import Kinds
+from attnlens.tap.trial import Trial, evaluating
 
 Batch = Mapping[str, Any]
 Loss = Callable[[Any, Batch], Tensor]
@@ -59,7 +60,7 @@ def head_scores(
     loss: Loss = model_loss,
     seed: int = 0,
     inputs: Mapping[str, Any] | None = None,
-    kinds: Iterable[Kind] | Kind | None = None,
+    kinds: Kinds = None,
 ) -> dict[str, Tensor]:
     """Score the heads of a model.
 
@@ -85,36 +86,34 @@ def head_scores(
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3; Michel, Levy,
         Neubig, "Are Sixteen Heads Really Better than One?", NeurIPS 2019, equation 2.
     """
-    probe = Probe(model, inputs)
-    return Scorer(probe, find_heads(probe, kinds), batches, loss, kinds)(scores, HeadPlan({}), seed)
+    trial = Trial(model, inputs)
+    return Scorer(trial, find_heads(trial, kinds), batches, loss)(scores, Plan({}), seed)
 
 
 class Scorer:
     """Score heads that were found before, possibly with some of them masked.
 
     Args:
-        probe: runs the model.
-        layers: its heads.
+        trial: runs the model.
+        layers: the heads of the model.
         batches: keyword inputs of the model, or None.
         loss: from the model's output and the batch to a scalar.
-        kinds: the kinds of attention that `layers` are of.
     """
 
     def __init__(
         self,
-        probe: Probe,
+        trial: Trial,
         layers: Sequence[LayerHeads],
         batches: Sequence[Batch] | None,
         loss: Loss = model_loss,
-        kinds: Iterable[Kind] | Kind | None = None,
     ) -> None:
-        self._probe = probe
+        self._trial = trial
         self._layers = layers
+        self._exists = existing_heads(layers)
         self._batches = batches
         self._loss = loss
-        self._kinds = kinds
 
-    def __call__(self, scores: Iterable[str], plan: HeadPlan, seed: int) -> dict[str, Tensor]:
+    def __call__(self, scores: Iterable[str], plan: Plan, seed: int) -> dict[str, Tensor]:
         """Score the heads.
 
         Args:
@@ -134,24 +133,27 @@ class Scorer:
             raise InputError(f"No score {unknown[0]!r}. There are: {', '.join(SCORES)}.")
         if self._batches is None and set(names) & {*STATISTICS, "gradient"}:
             raise InputError(f"The scores {names} look at examples. Pass batches=.")
-        found: dict[str, Tensor] = {}
-        with evaluating(self._probe.model):
+        scored: dict[str, Tensor] = {}
+        with evaluating(self._trial.model):
             if set(names) & set(STATISTICS):
-                found |= self._statistics(plan)
+                scored |= self._statistics(plan)
             if "gradient" in names:
-                found["gradient"] = self._gradient(plan)
+                scored["gradient"] = self._gradient(plan)
         if "magnitude" in names:
-            found["magnitude"] = self._magnitude()
+            scored["magnitude"] = self._magnitude()
         if "random" in names:
-            found["random"] = self._random(seed)
-        return {name: self._without_missing(found[name]) for name in names}
+            generator = torch.Generator().manual_seed(seed)
+            shape = self._exists.shape
+            scored["random"] = torch.rand(shape, generator=generator, dtype=torch.float64)
+        return {n: scored[n].double().masked_fill(~self._exists, torch.nan) for n in names}
 
-    def _statistics(self, plan: HeadPlan) -> dict[str, Tensor]:
+    def _statistics(self, plan: Plan) -> dict[str, Tensor]:
         statistics = HeadStatistics()
-        model = self._probe.model
+        model = self._trial.model
+        kinds = {layer.kind for layer in self._layers}
         with (
-            masking(model, self._layers, plan, kinds=self._kinds),
-            Lens(model, statistics, kinds=self._kinds),
+            masking(model, self._layers, plan),
+            Lens(model, statistics, kinds=kinds),
             torch.no_grad(),
         ):
             for batch in self._batches or ():
@@ -160,47 +162,35 @@ class Scorer:
         rows = [result.layers.index(layer.key) for layer in self._layers]
         return {name: result.tensors()[name][rows] for name in STATISTICS}
 
-    def _gradient(self, plan: HeadPlan) -> Tensor:
+    def _gradient(self, plan: Plan) -> Tensor:
         """The mean over examples of `|∂L/∂ξ|`."""
-        model = self._probe.model
-        parameter = next(model.parameters())
-        gates = torch.ones(existing_heads(self._layers).shape, device=parameter.device)
-        gates.requires_grad_()
-        total, examples = torch.zeros_like(gates, requires_grad=False).double(), 0
-        with (
-            masking(model, self._layers, plan, gates=gates, kinds=self._kinds),
-            torch.enable_grad(),
-        ):
+        model = self._trial.model
+        device = next(model.parameters()).device
+        gates = torch.ones(self._exists.shape, device=device, requires_grad=True)
+        total, examples = torch.zeros_like(gates, dtype=torch.float64, requires_grad=False), 0
+        with masking(model, self._layers, plan, gates=gates), torch.enable_grad():
             for example in _examples(self._batches or ()):
                 loss = self._loss(model(**example), example)
-                total += torch.autograd.grad(loss, gates)[0].abs().double()
+                total += torch.autograd.grad(loss, gates)[0].abs()
                 examples += 1
         return (total / examples).cpu()
 
     def _magnitude(self) -> Tensor:
         by_projection = {
-            id(headed.layer.projection): _weight_norms(headed)
-            for headed in find_headed(self._probe, self._layers)
+            division.layer.projection: _weight_norms(division)
+            for division in find_divisions(self._trial, self._layers)
         }
-        scores = torch.zeros(existing_heads(self._layers).shape, dtype=torch.float64)
-        for row, layer in enumerate(self._layers):
+        scores = torch.zeros(self._exists.shape, dtype=torch.float64)
+        for row, layer in zip(scores, self._layers, strict=True):
             if layer.projection is not None:
-                scores[row, : layer.heads] = by_projection[id(layer.projection)]
+                row[: layer.heads] = by_projection[layer.projection]
         return scores
 
-    def _random(self, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        shape = existing_heads(self._layers).shape
-        return torch.rand(shape, generator=generator, dtype=torch.float64)
 
-    def _without_missing(self, scores: Tensor) -> Tensor:
-        return scores.double().masked_fill(~existing_heads(self._layers), torch.nan)
-
-
-def _weight_norms(headed: HeadedLayer) -> Tensor:
+def _weight_norms(division: LayerDivision) -> Tensor:
     """The Frobenius norm of each head's weights: `[H]`."""
-    squares = torch.zeros(headed.layer.heads, dtype=torch.float64)
-    for weight in headed.weights:
+    squares = torch.zeros(division.layer.heads, dtype=torch.float64)
+    for weight in division.weights:
         if weight.is_matrix:
             others = [dim for dim in range(weight.tensor.dim()) if dim != weight.dim]
             each = weight.tensor.detach().double().square().sum(others).cpu()

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
 from attnlens.errors import CaptureError, InputError
-from attnlens.pruning.headed import HeadedLayer, HeadedWeight, computes_position_bias
+from attnlens.pruning.division import DividedWeight, LayerDivision, computes_position_bias
 from attnlens.tap.layout import HEAD_COUNTS
+from attnlens.tap.sites import pretrained_models
 
 RECORD = "attnlens_pruned"
 _KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads")
@@ -50,26 +51,16 @@ class HeadArgument:
         self._whole: Tensor | None = None
         self._part: Tensor | None = None
 
-    def attach(self, module: nn.Module) -> list[Any]:
-        """Register the hooks.
-
-        Args:
-            module: the attention module.
-
-        Returns:
-            Their handles.
-        """
+    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+        """Register the hooks with an attention module, and return their handles."""
         return [
             module.register_forward_pre_hook(self.cut, with_kwargs=True),
             module.register_forward_hook(self.restore),
         ]
 
     def cut(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pre-forward hook."""
-        if isinstance(self.name, int):
-            whole = args[self.name]
-        else:
-            whole = kwargs.get(self.name)
+        """Put the remaining heads in the place of the argument; a pre-forward hook."""
+        whole = args[self.name] if isinstance(self.name, int) else kwargs.get(self.name)
         if whole is None:
             whole = _computed_bias(module, args, kwargs)
         if whole is None:
@@ -82,7 +73,7 @@ class HeadArgument:
         return args, {**kwargs, self.name: self._part}
 
     def restore(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Forward hook."""
+        """Put the whole argument in the place of its part among the outputs; a forward hook."""
         whole, part = self._whole, self._part
         self._whole = self._part = None
         if part is None or not isinstance(output, tuple):
@@ -94,15 +85,8 @@ class HeadArgument:
         return {"name": self.name, "dim": self.dim, "keep": self.keep}
 
 
-def arguments_of(module: nn.Module) -> list[HeadArgument]:
-    """List the arguments of an attention module that are cut already.
-
-    Args:
-        module: the attention module.
-
-    Returns:
-        What cuts them.
-    """
+def _arguments_of(module: nn.Module) -> list[HeadArgument]:
+    """What cuts arguments of an attention module already."""
     owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
     return [owner for owner in owners if isinstance(owner, HeadArgument)]
 
@@ -111,7 +95,7 @@ class Cut:
     """Changes to a model that can be undone.
 
     Args:
-        model: the model.
+        model: the model to change.
         undo: takes what undoes each change; closing it before `pop_all` restores the model.
     """
 
@@ -125,22 +109,22 @@ class Cut:
                 if parameter is not None:
                     self._places.setdefault(id(parameter), []).append((module, name))
 
-    def remove(self, headed: HeadedLayer, pruned: Sequence[int]) -> None:
+    def remove(self, division: LayerDivision, pruned: Sequence[int]) -> None:
         """Remove heads of one layer, and note it on the layer's module.
 
         Args:
-            headed: what is divided among the heads of the layer.
+            division: what is divided among the heads of the layer.
             pruned: the heads to remove, as numbered now.
         """
-        for weight in headed.weights:
+        for weight in division.weights:
             self._cut_weight(weight, pruned)
-        attributes = self._count_heads(headed, pruned)
-        site = self._modules[headed.layer.site]
-        for argument in headed.arguments:
+        attributes = self._count_heads(division, pruned)
+        site = self._modules[division.layer.site]
+        for argument in division.arguments:
             self._cut_argument(site, argument.name, argument.dim, argument.kept(pruned).tolist())
-        self._note(headed, pruned, attributes)
+        self._note(division, pruned, attributes)
 
-    def _cut_weight(self, weight: HeadedWeight, pruned: Sequence[int]) -> None:
+    def _cut_weight(self, weight: DividedWeight, pruned: Sequence[int]) -> None:
         parameter = weight.tensor
         kept = weight.kept(pruned).to(parameter.device)
         done = self._done.get(id(parameter), set())
@@ -154,15 +138,15 @@ class Cut:
         for module, name in places:
             self._undo.callback(setattr, module, name, parameter)
             setattr(module, name, replacement)
-            noted = _size_attribute(module, weight.dim)
-            if name == "weight" and noted:
-                self._set(module, noted, len(kept))
+            size = _size_attribute(module, weight.dim)
+            if name == "weight" and size:
+                _set(module, size, len(kept), self._undo)
 
     def _count_heads(
-        self, headed: HeadedLayer, pruned: Sequence[int]
+        self, division: LayerDivision, pruned: Sequence[int]
     ) -> dict[nn.Module, dict[str, int]]:
-        """Adjust attributes that count heads; returns their new values by module."""
-        layer = headed.layer
+        """Adjust attributes that count heads, and return their new values by module."""
+        layer = division.layer
         left = layer.heads - len(pruned)
         counts = {
             **{name: (layer.heads, left) for name in HEAD_COUNTS},
@@ -170,38 +154,39 @@ class Cut:
             **{n: (layer.heads * layer.width, left * layer.width) for n in _INNER_WIDTHS},
         }
         changed: dict[nn.Module, dict[str, int]] = {}
-        for module in self._modules[headed.scope].modules():
+        for module in self._modules[division.scope].modules():
             for name, (before, after) in counts.items():
                 if vars(module).get(name) == before:
-                    self._set(module, name, after)
+                    _set(module, name, after, self._undo)
                     changed.setdefault(module, {})[name] = after
         return changed
 
     def _cut_argument(self, site: nn.Module, name: str | int, dim: int, keep: list[int]) -> None:
-        for known in arguments_of(site):
-            if (known.name, known.dim) == (name, dim):
-                self._set(known, "keep", [known.keep[index] for index in keep])
+        for argument in _arguments_of(site):
+            if (argument.name, argument.dim) == (name, dim):
+                _set(argument, "keep", [argument.keep[index] for index in keep], self._undo)
                 return
         for handle in HeadArgument(name, dim, keep).attach(site):
             self._undo.callback(handle.remove)
 
     def _note(
         self,
-        headed: HeadedLayer,
+        division: LayerDivision,
         pruned: Sequence[int],
         attributes: Mapping[nn.Module, dict[str, int]],
     ) -> None:
         """Write on the layer's root what is needed to build it again, by attention module."""
-        root = self._modules[headed.root]
+        root = self._modules[division.root]
         paths = {module: path for path, module in root.named_modules()}
-        site = self._modules[headed.layer.site]
+        site = self._modules[division.layer.site]
         others = vars(root).get(RECORD, {})
         before = others.get(paths[site], {})
-        total = before.get("heads", headed.layer.heads)
+        total = before.get("heads", division.layer.heads)
         gone = set(before.get("pruned", ()))
         left = [head for head in range(total) if head not in gone]
         shapes = {
-            f"{paths[w.module]}.{w.name}".lstrip("."): list(w.tensor.shape) for w in headed.weights
+            f"{paths[w.module]}.{w.name}".lstrip("."): list(w.tensor.shape)
+            for w in division.weights
         }
         counts = {paths[module]: values for module, values in attributes.items()}
         record = {
@@ -209,16 +194,20 @@ class Cut:
             "pruned": sorted(gone | {left[head] for head in pruned}),
             "shapes": {**before.get("shapes", {}), **shapes},
             "attributes": {**before.get("attributes", {}), **counts},
-            "arguments": [argument.to_dict() for argument in arguments_of(site)],
+            "arguments": [argument.to_dict() for argument in _arguments_of(site)],
         }
-        self._set(root, RECORD, {**others, paths[site]: record})
+        _set(root, RECORD, {**others, paths[site]: record}, self._undo)
 
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        if name in vars(owner):
-            self._undo.callback(setattr, owner, name, vars(owner)[name])
-        else:
-            self._undo.callback(delattr, owner, name)
-        setattr(owner, name, value)
+
+def note_in_config(model: nn.Module, undo: ExitStack) -> None:
+    """Write the records of a pruned model into its configuration, where checkpoints keep them.
+
+    Args:
+        model: a `PreTrainedModel`, or any module with one inside.
+        undo: takes what undoes the change.
+    """
+    for pretrained in pretrained_models(model)[:1]:
+        _set(pretrained.config, RECORD, records(pretrained), undo)
 
 
 def records(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -238,20 +227,20 @@ def records(model: nn.Module) -> dict[str, dict[str, Any]]:
     }
 
 
-def rebuild(model: nn.Module, noted: Mapping[str, Mapping[str, Any]]) -> None:
+def rebuild(model: nn.Module, recorded: Mapping[str, Mapping[str, Any]]) -> None:
     """Give a model as its configuration describes it the shapes of its pruned self.
 
     The resized weights hold no values; load them next.
 
     Args:
         model: just built, in use nowhere.
-        noted: what :func:`records` returned for the pruned model.
+        recorded: what :func:`records` returned for the pruned model.
 
     Raises:
         InputError: if the records do not belong to such a model.
     """
     try:
-        for name, layers in noted.items():
+        for name, layers in recorded.items():
             root = model.get_submodule(name)
             for site, record in layers.items():
                 _rebuild_layer(root, site, record)
@@ -268,15 +257,24 @@ def _rebuild_layer(root: nn.Module, site: str, record: Mapping[str, Any]) -> Non
         module = root.get_submodule(owner)
         parameter = getattr(module, name)
         for dim, size in enumerate(shape if name == "weight" else ()):
-            noted = _size_attribute(module, dim)
-            if noted and size != parameter.shape[dim]:
-                setattr(module, noted, size)
+            attribute = _size_attribute(module, dim)
+            if attribute and size != parameter.shape[dim]:
+                setattr(module, attribute, size)
         parameter.data = parameter.new_empty(shape)
     for path, values in record["attributes"].items():
         for name, value in values.items():
             setattr(root.get_submodule(path), name, value)
     for argument in record["arguments"]:
         HeadArgument(**argument).attach(root.get_submodule(site))
+
+
+def _set(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
+    """Set an attribute, and say how to put back what was there."""
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
 
 
 def _is_same(tensor: Any, part: Tensor) -> bool:
@@ -310,20 +308,3 @@ def _computed_bias(
     compute: Any = module.compute_bias
     bias: Tensor = compute(length, length, device=hidden.device)
     return bias
-
-
-def note_in_config(model: nn.Module, undo: ExitStack) -> None:
-    """Write the records of a pruned model into its configuration, where checkpoints keep them.
-
-    Args:
-        model: a `PreTrainedModel`, or any module with one inside.
-        undo: takes what undoes the change.
-    """
-    pretrained = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-    if pretrained is not None:
-        config = pretrained.config
-        if RECORD in vars(config):
-            undo.callback(setattr, config, RECORD, vars(config)[RECORD])
-        else:
-            undo.callback(delattr, config, RECORD)
-        setattr(config, RECORD, records(pretrained))

@@ -8,7 +8,7 @@ from typing import Any
 from attnlens.corpus import Corpus, Scan, scan
 from attnlens.observer import Observer
 from attnlens.recipes.ingredients import reader
-from attnlens.texts.loading import TextModel
+from attnlens.texts.batching import TextModel
 
 
 def scan_corpus(

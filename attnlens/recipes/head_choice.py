@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from attnlens.files import versions, write_json
-from attnlens.pruning.curve import pruning_curve
-from attnlens.pruning.plan import HeadPlan
+from attnlens.pruning.checkpoint import save_pruned
+from attnlens.pruning.plan import Plan
 from attnlens.pruning.removal import PruningReport, prune_heads
 from attnlens.pruning.scores import STATISTICS
-from attnlens.pruning.storage import save_pruned
+from attnlens.pruning.sweep import pruning_curve
 from attnlens.recipes.ingredients import Progress, reader, silent
-from attnlens.texts.loading import TextModel
+from attnlens.texts.batching import TextModel
 
 SCORES = (*STATISTICS, "magnitude", "random")  # those that need no labels
 
@@ -36,7 +36,7 @@ class HeadChoice:
     """
 
     model: TextModel
-    plan: HeadPlan
+    plan: Plan
     heads: int
     cosine: float
     settings: Mapping[str, Any]

@@ -18,7 +18,7 @@ from attnlens.recovery.token_identifiability import TokenIdentifiability
 from attnlens.reporting.page import Report
 from attnlens.results import plain
 from attnlens.saving import save
-from attnlens.texts.loading import TextModel
+from attnlens.texts.batching import TextModel
 
 FIELDS = tuple(entry.name for entry in fields(HeadStatisticsResult) if entry.type == "Tensor")
 

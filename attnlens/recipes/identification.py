@@ -18,7 +18,7 @@ from attnlens.recipes.ingredients import Progress, reader, run_batches, silent
 from attnlens.recovery import MapTraining, TokenIdentifiability, TokenIdentifiabilityResult
 from attnlens.recovery.token_maps import Distance, MapKind
 from attnlens.results import plain
-from attnlens.texts.loading import TextModel, TokenisedTexts
+from attnlens.texts.batching import TextModel, TokenisedTexts
 
 Part = Literal["both", "heads", "tokens"]
 
@@ -254,7 +254,7 @@ def _constructed(
     model: TextModel, texts: TokenisedTexts, tokens: int, progress: Progress
 ) -> list[LayerWitnesses]:
     """Construct the witnesses of every layer for the beginning of the longest text."""
-    longest = texts.by_length[0]
+    longest = texts.lengths.index(max(texts.lengths))
     rows = {
         name: torch.tensor([column[longest][:tokens]]) for name, column in texts.columns.items()
     }

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from attnlens.files import json_text, versions
 from attnlens.results import plain
-from attnlens.texts.loading import TextModel, TokenisedTexts, load_text_model
+from attnlens.texts.batching import TextModel, TokenisedTexts
+from attnlens.texts.loading import load_text_model
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and how much there is to do."""

@@ -14,7 +14,7 @@ from attnlens.attribution.hidden_tokens import HiddenTokenAttribution
 from attnlens.lens import Lens
 from attnlens.recipes.ingredients import Progress
 from attnlens.reporting.page import Report, report
-from attnlens.texts.loading import TextModel
+from attnlens.texts.batching import TextModel
 
 _PROBES = 8
 

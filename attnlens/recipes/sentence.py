@@ -14,7 +14,7 @@ from attnlens.errors import InputError
 from attnlens.lens import Lens
 from attnlens.recipes.ingredients import Progress, reader, silent
 from attnlens.results import plain
-from attnlens.texts.loading import TextModel
+from attnlens.texts.batching import TextModel
 
 
 @dataclass(frozen=True, eq=False)

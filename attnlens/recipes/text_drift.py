@@ -10,7 +10,7 @@ from attnlens.comparison import HeadDrift, compare
 from attnlens.errors import InputError
 from attnlens.recipes.ingredients import Progress, reader, silent
 from attnlens.results import plain
-from attnlens.texts.loading import TextModel
+from attnlens.texts.batching import TextModel
 
 DriftField = Literal["effective_cosine", "raw_cosine", "effective_fraction_change"]
 

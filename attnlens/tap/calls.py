@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,19 +11,17 @@ from attnlens.errors import CaptureError
 from attnlens.tap.dispatch import InterfaceCall
 from attnlens.tap.gradients import LiveContext
 from attnlens.tap.layout import Product, declared_heads, matmul_product
-from attnlens.tap.masks import normalise_mask
+from attnlens.tap.masks import Maskings, normalise_mask
 from attnlens.tap.tracing import DirectCall, Event, SeenProduct
 
-MaskingOf = Callable[[InterfaceCall, Tensor, Tensor], Masking]
 
-
-def capture_of_call(call: InterfaceCall, site: str, masking_of: MaskingOf) -> Capture:
+def capture_of_call(call: InterfaceCall, site: str, maskings: Maskings) -> Capture:
     """Record a call of the attention interface.
 
     Args:
-        call: the call.
+        call: what was called with what.
         site: name of the attention module.
-        masking_of: finds the masking of the call.
+        maskings: the masks of the forward pass so far.
 
     Returns:
         The capture, without layer and projection.
@@ -43,21 +40,22 @@ def capture_of_call(call: InterfaceCall, site: str, masking_of: MaskingOf) -> Ca
         )
     context = context.transpose(1, 2)
     query, key, value = (t.expand(context.shape[0], -1, -1, -1) for t in (query, key, value))
-    masking = masking_of(call, query, key)
+    masking = maskings.of(call, query, key)
     if masking.causal:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    scaling = arguments.get("scaling")
-    return _capture(
+    sinks = arguments.get("s_aux")
+    sinks = arguments.get("sinks") if sinks is None else sinks
+    return Capture(
         site,
         value,
         context,
         masking,
         query=query,
-        key=key,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        grouped_key=key,
+        scaling=_scaling(arguments.get("scaling"), query),
         dropout=float(arguments.get("dropout") or 0.0),
         softcap=arguments.get("softcap"),
-        sinks=_sinks(arguments),
+        sinks=None if sinks is None else sinks.detach(),
         implementation=call.implementation,
     )
 
@@ -67,8 +65,8 @@ def capture_of_event(event: Event, module: nn.Module, site: str) -> Capture:
 
     Args:
         event: a direct SDPA call, or a softmax and its product.
-        module: the attention module.
-        site: its name.
+        module: what ran it, which may say how many heads there are.
+        site: name of the module.
 
     Returns:
         The capture, without layer and projection.
@@ -80,14 +78,7 @@ def capture_of_event(event: Event, module: nn.Module, site: str) -> Capture:
 
 
 def live_of_call(call: InterfaceCall) -> LiveContext:
-    """Find the context of an interface call in the graph.
-
-    Args:
-        call: the call.
-
-    Returns:
-        The context.
-    """
+    """Find the context of an interface call in the graph."""
     return LiveContext(call.context, lambda context: context.transpose(1, 2))
 
 
@@ -96,7 +87,7 @@ def live_of_event(event: Event, module: nn.Module) -> LiveContext:
 
     Args:
         event: a direct SDPA call, or a softmax and its product.
-        module: the attention module.
+        module: what ran it, which may say how many heads there are.
 
     Returns:
         The context; its arrangement holds on to no activation.
@@ -111,10 +102,9 @@ def _of_product(event: SeenProduct, heads: int | None, site: str) -> Capture:
     product = event.product.by_heads(heads)
     mask = None
     if event.keep is not None:
-        shape = event.product.attention.shape
-        keep = event.keep.expand(shape)
+        keep = event.keep.expand(event.product.attention.shape)
         mask = Product(keep, event.product.value, event.product.output).by_heads(heads).attention
-    return _capture(
+    return Capture(
         site,
         product.value,
         product.output,
@@ -129,42 +119,28 @@ def _of_direct(event: DirectCall, heads: int | None, site: str) -> Capture:
     query, key, value, mask = event.query, event.key, event.value, event.mask
     output = event.output
     if output.dim() != 4:
-        leading = output.shape[:-2]
+
+        def folded(part: Tensor) -> Product:
+            return matmul_product(part, event.value, event.output).by_heads(heads)
+
         if mask is not None:
-            mask = mask.expand(*leading, *mask.shape[-2:])
-            mask = matmul_product(mask, value, output).by_heads(heads).attention
-        query, key = (
-            matmul_product(part, value, output).by_heads(heads).attention for part in (query, key)
-        )
-        folded = matmul_product(output, value, output).by_heads(heads)
-        value, output = folded.value, folded.output
+            mask = folded(mask.expand(*output.shape[:-2], *mask.shape[-2:])).attention
+        query, key = folded(query).attention, folded(key).attention
+        value, output = folded(output).value, folded(output).output
     masking = normalise_mask(mask, "sdpa", query, key, {"is_causal": event.causal})
-    return _capture(
+    return Capture(
         site,
         value,
         output,
         masking,
         query=query,
-        key=key,
-        scaling=query.shape[-1] ** -0.5 if event.scaling is None else float(event.scaling),
+        grouped_key=key,
+        scaling=_scaling(event.scaling, query),
         dropout=event.dropout,
         implementation="direct sdpa",
     )
 
 
-def _capture(site: str, value: Tensor, context: Tensor, masking: Masking, **rest: Any) -> Capture:
-    key = rest.pop("key", None)
-    return Capture(
-        site=site,
-        grouped_key=key,
-        grouped_value=value,
-        context=context,
-        masking=masking,
-        **rest,
-    )
-
-
-def _sinks(arguments: dict[str, Any]) -> Tensor | None:
-    sinks = arguments.get("s_aux")
-    sinks = arguments.get("sinks") if sinks is None else sinks
-    return None if sinks is None else sinks.detach()
+def _scaling(given: Any, query: Tensor) -> float:
+    """The factor on the logits; by default that of scaled dot-product attention."""
+    return float(query.shape[-1] ** -0.5 if given is None else given)

@@ -7,25 +7,13 @@ runs eagerly, without recompiling; outside it, the compiled code is used again.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
 
 from attnlens.tap.shared import SharedSetting
 
-_stances: list[Any] = []
-
-
-def _force_eager() -> None:
-    _stances.append(torch.compiler.set_stance("force_eager"))
-
-
-def _restore() -> None:
-    _stances.pop().__exit__(None, None, None)
-
-
-_eager = SharedSetting(_force_eager, _restore)
+_eager = SharedSetting(lambda: torch.compiler.set_stance("force_eager"))
 
 
 def running_eagerly(model: nn.Module) -> AbstractContextManager[None]:
@@ -34,9 +22,6 @@ def running_eagerly(model: nn.Module) -> AbstractContextManager[None]:
     Whether `torch.compile` was applied to the model, to a module inside it or to a function around
     it cannot be told from the model. Flex attention compiles its own kernel, which is the model's
     business: such a model is left alone unless a module of it was compiled.
-
-    Args:
-        model: any module.
 
     Returns:
         A context manager.

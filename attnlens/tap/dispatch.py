@@ -9,7 +9,6 @@ as they are, and other modules run the same function with the same arguments.
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,10 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-from attnlens.capture import Masking
 from attnlens.tap.hooks import is_suspended
-from attnlens.tap.masks import normalise_mask
-from attnlens.tap.shared import SharedSetting, ThreadDepth
+from attnlens.tap.passing import by_name
+from attnlens.tap.shared import SharedSetting, ThreadDepth, replaced
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,30 +39,25 @@ class InterfaceCall:
     arguments: dict[str, Any]
     context: Tensor
 
+    @property
+    def is_causal(self) -> bool:
+        """The causal rule as the implementations resolve it; eager attention has none."""
+        if self.implementation == "eager":
+            return False
+        given = self.arguments.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if given is None else given)
+
 
 Listener = Callable[[InterfaceCall], None]
 
 _lock = threading.Lock()
 _running = ThreadDepth()
 _listeners: dict[int, tuple[Listener, ...]] = {}
-_ORIGINALS = {
-    name: inspect.getattr_static(AttentionInterface, name)
-    for name in ("get_interface", "__getitem__")
-}
-_INHERITED = {name for name in _ORIGINALS if name not in vars(AttentionInterface)}
 
 
 @contextmanager
 def listen(modules: Iterable[nn.Module], listener: Listener) -> Iterator[None]:
-    """Hand every attention call of some modules to a listener, for the duration of a block.
-
-    Args:
-        modules: attention modules.
-        listener: called after each of their attention calls, in the thread of the call.
-
-    Yields:
-        Nothing.
-    """
+    """Hand every attention call of some modules to a listener, in the thread of the call."""
     identities = [id(module) for module in modules]
     with _wrapped.held():
         with _lock:
@@ -82,64 +75,32 @@ def listen(modules: Iterable[nn.Module], listener: Listener) -> Iterator[None]:
 
 
 def running() -> bool:
-    """Whether an attention function of the interface is running in this thread."""
+    """Tell whether an attention function of the interface is running in this thread."""
     return bool(_running)
 
 
-def masking_of(call: InterfaceCall, query: Tensor, key: Tensor) -> Masking:
-    """Find what restricts and shifts the logits of a call.
+@contextmanager
+def _wrapping() -> Iterator[None]:
+    """Let both ways to an attention function lead to it wrapped."""
+    interface: Any = AttentionInterface
+    named, indexed = interface.get_interface, interface.__getitem__
 
-    Args:
-        call: the call.
-        query: `[B, H, Q, D]`.
-        key: `[B, Hkv, K, D]`.
-
-    Returns:
-        Mask, additive mask and causal rule in the common convention, without position bias.
-    """
-    resolved = {**call.arguments, "is_causal": is_causal(call)}
-    raw = call.arguments.get("attention_mask")
-    return normalise_mask(raw, call.implementation, query, key, resolved)
-
-
-def is_causal(call: InterfaceCall) -> bool:
-    """Resolve the causal rule as the implementations do; eager attention has none.
-
-    Args:
-        call: the call.
-
-    Returns:
-        The keyword argument, else the module's own setting, else True.
-    """
-    if call.implementation == "eager":
-        return False
-    given = call.arguments.get("is_causal")
-    return bool(getattr(call.module, "is_causal", True) if given is None else given)
-
-
-def _install() -> None:
     def get_interface(self: AttentionInterface, implementation: str, default: Any) -> Any:
-        function = _ORIGINALS["get_interface"](self, implementation, default)
+        function = named(self, implementation, default)
         eager = implementation in (None, "eager") or function is default
         return _watched(function, "eager" if eager else implementation)
 
     def getitem(self: AttentionInterface, implementation: str) -> Any:
-        return _watched(_ORIGINALS["__getitem__"](self, implementation), implementation)
+        return _watched(indexed(self, implementation), implementation)
 
-    interface: Any = AttentionInterface
-    interface.get_interface = get_interface
-    interface.__getitem__ = getitem
-
-
-def _uninstall() -> None:
-    for name, original in _ORIGINALS.items():
-        if name in _INHERITED:
-            delattr(AttentionInterface, name)
-        else:
-            setattr(AttentionInterface, name, original)
+    with (
+        replaced(interface, "get_interface", get_interface),
+        replaced(interface, "__getitem__", getitem),
+    ):
+        yield
 
 
-_wrapped = SharedSetting(_install, _uninstall)
+_wrapped = SharedSetting(_wrapping)
 
 
 def _watched(function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
@@ -168,9 +129,5 @@ def _by_name(
 ) -> dict[str, Any]:
     """Bind positional arguments; what follows the mask has no common order."""
     names = ("query", "key", "value", "attention_mask")
-    if len(args) > len(names):
-        bound = inspect.signature(function).bind(module, *args, **kwargs).arguments
-        flat = {**bound, **bound.pop("kwargs", {})}
-        positional = list(flat.values())[1:5]
-        return {**flat, **dict(zip(names, positional, strict=True))}
-    return {**kwargs, **dict(zip(names, args, strict=False))}
+    given = by_name(function, (module, *args), kwargs) if len(args) > len(names) else kwargs
+    return {**given, **dict(zip(names, args, strict=False))}

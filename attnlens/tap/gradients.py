@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attnlens.capture import Capture
 from attnlens.errors import CaptureError
+from attnlens.tap.hooks import unobserved
 
 DeliverGradient = Callable[[Capture, Tensor], None]
 
@@ -59,8 +60,8 @@ class Gradients:
         """Deliver the gradient of a context when it comes.
 
         Args:
-            capture: the call.
-            live: its context.
+            capture: what is delivered with it, but for all activations except the context.
+            live: the context that is hooked.
 
         Returns:
             Whether the context is in a graph; otherwise nothing happens.
@@ -68,7 +69,8 @@ class Gradients:
         if not live.tensor.requires_grad:
             return False
         hook = _GradientHook(_context_only(capture), live.arrange, self._arrived)
-        hook.handle = live.tensor.register_hook(hook)
+        register: Callable[..., Any] = live.tensor.register_hook
+        hook.handle = register(hook)
         self._hooks.add(hook)
         return True
 
@@ -76,7 +78,7 @@ class Gradients:
         """Wait for a replay of a call that ran without a graph; a frozen one never gets any.
 
         Args:
-            capture: the call.
+            capture: of the call.
             first: whether it is the first of its module's invocation.
         """
         waiting = self._waiting.setdefault(capture.site, deque(maxlen=_MOST_WAITING))
@@ -85,22 +87,23 @@ class Gradients:
         meta = capture.context.to("meta")
         waiting[-1].append(replace(_context_only(capture), context=meta))
 
-    def replayed(self, site: str) -> Capture | None:
-        """Tell which call a replayed one is: invocations replay last to first.
+    def replayed(self, site: str, live: Callable[[], LiveContext]) -> None:
+        """Follow the context of a call that is replayed, if such a call is waited for.
 
         Args:
             site: name of the attention module.
-
-        Returns:
-            What is known of the call, without activations; None if none is waited for.
+            live: finds the context of the replay.
         """
         waiting = self._waiting.get(site)
         if not waiting:
-            return None
-        capture = waiting[-1].popleft()
+            return
+        capture = waiting[-1].popleft()  # invocations replay last to first
         if not waiting[-1]:
             waiting.pop()
-        return capture
+        replay = live()
+        with unobserved():
+            context = replay.arrange(replay.tensor.detach())
+        self.follow(replace(capture, context=context), replay)
 
     def close(self) -> None:
         """Take every hook off its tensor and wait for nothing more."""
@@ -120,10 +123,7 @@ class _GradientHook:
     handle: Any
 
     def __init__(
-        self,
-        capture: Capture,
-        arrange: Callable[[Tensor], Tensor],
-        deliver: DeliverGradient,
+        self, capture: Capture, arrange: Callable[[Tensor], Tensor], deliver: DeliverGradient
     ) -> None:
         self._capture = capture
         self._arrange = arrange
@@ -137,30 +137,8 @@ class _GradientHook:
                 f"{capture.site} changed its context in place, so the product of the context with "
                 f"its gradient is lost. Leave this layer out with layers=."
             )
-        device = gradient.device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             self._deliver(capture, self._arrange(gradient.detach()))
-
-
-def relabelled(capture: Capture, known: Capture) -> Capture:
-    """Give a replayed call the labels and the masking of the call it replays.
-
-    Args:
-        capture: the replayed call.
-        known: from :meth:`Gradients.replayed`.
-
-    Returns:
-        The capture, with its own activations.
-    """
-    return replace(
-        capture,
-        masking=known.masking,
-        layer=known.layer,
-        stack=known.stack,
-        kind=known.kind,
-        call=known.call,
-        windows=known.windows,
-    )
 
 
 def _context_only(capture: Capture) -> Capture:

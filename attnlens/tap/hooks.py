@@ -1,10 +1,12 @@
-"""Module hooks that stay with the module they were given to, and can be told not to listen."""
+"""Module hooks that stay with the module they were given to, and when they do not listen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from attnlens.tap.shared import ThreadDepth
 
@@ -50,21 +52,29 @@ def no_hook(*args: Any, **kwargs: Any) -> None:
     """Do nothing."""
 
 
+def _copied_hook() -> Callable[..., None]:
+    return no_hook
+
+
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Let no lens hear what this thread runs in a block: a layer called again for its derivative.
-
-    Yields:
-        Nothing.
-    """
+    """Let no lens hear what this thread runs in a block, such as a layer called again."""
     with _suspended.entered():
         yield
 
 
 def is_suspended() -> bool:
-    """Whether this thread is inside :func:`suspended`."""
+    """Tell whether this thread is inside :func:`suspended`."""
     return bool(_suspended)
 
 
-def _copied_hook() -> Callable[..., None]:
-    return no_hook
+def replaying() -> bool:
+    """Tell whether a backward pass runs this: gradient checkpointing replays forwards there."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Compute without gradients in a block, and without any mode seeing torch's functions."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        yield

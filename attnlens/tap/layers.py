@@ -6,39 +6,25 @@ a layer must be the very tensor that left the one before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attnlens.capture import Capture, HiddenState, LayerCapture, Link
 from attnlens.errors import UnsupportedAttentionError
-from attnlens.tap.arguments import by_name
-from attnlens.tap.hooks import Hook, suspended
-from attnlens.tap.outputs import output_tensors
-from attnlens.tap.rerun import LayerCall, Layout, arranged, mixes_first_axis
-from attnlens.tap.scope import replaying
-from attnlens.tap.sites import Selection, Site
-from attnlens.tap.stacks import Layer, find_layers, is_chosen
-from attnlens.tap.tap import LayerOrder
-
-
-class Listener(Protocol):
-    """What is told of layers."""
-
-    def update_layer(self, layer: LayerCapture) -> None:
-        """Take a layer call."""
-
-    def watch_hidden(self, state: HiddenState) -> Callable[[Tensor], None] | None:
-        """Ask for the gradient of a hidden state."""
-
-    def end_forward(self, completed: bool) -> None:
-        """Close a forward pass."""
-
+from attnlens.observer import LayerObserver
+from attnlens.tap.forwards import Forwards
+from attnlens.tap.hooks import Hook, replaying, suspended
+from attnlens.tap.order import LayerOrder
+from attnlens.tap.passing import output_tensors
+from attnlens.tap.rerun import LayerCall, Layout, arranged
+from attnlens.tap.selection import Selection
+from attnlens.tap.sites import Site
 
 _UNKNOWN = (None, None)  # tail of a chain after a layer without a hidden state
 
@@ -54,20 +40,13 @@ class _Running:
     index: int
 
 
-@dataclass(frozen=True, eq=False)
-class _Root:
-    """A running forward pass of the model or of a pretrained one inside it."""
-
-    batch: int | None
-    padding: Tensor | None
-
-
 class LayerTap:
     """Hooks on the layers of one model that turn their calls into layer captures.
 
     Args:
         selection: which stacks to look at.
-        listeners: whom to tell.
+        observers: whom to tell.
+        forwards: the forward passes of the model.
 
     Attributes:
         layers: the layers that are looked at.
@@ -77,81 +56,50 @@ class LayerTap:
         UnsupportedAttentionError: if the model has no such layers.
     """
 
-    def __init__(self, selection: Selection, listeners: Iterable[Listener]) -> None:
-        found = find_layers(selection.catalogue)
-        self.layers = tuple(layer for layer in found if layer.kind in selection.kinds)
+    def __init__(
+        self, selection: Selection, observers: Sequence[LayerObserver], forwards: Forwards
+    ) -> None:
+        layers = selection.catalogue.layers()
+        self.layers = tuple(layer for layer in layers if layer.kind in selection.kinds)
         if not self.layers:
             kind = type(selection.catalogue.model).__name__
-            kinds = ", ".join(sorted({layer.kind for layer in found})) or "none"
+            kinds = ", ".join(sorted({layer.kind for layer in layers})) or "none"
             raise UnsupportedAttentionError(
                 f"{kind} has no {' or '.join(sorted(selection.kinds))} layers that can be told by "
                 f"its structure (kinds of layers found: {kinds}). Pass kinds= to look at others."
             )
         self.fired: set[str] = set()
         self._selection = selection
-        self._listeners = tuple(listeners)
+        self._observers = observers
+        self._forwards = forwards
         self._layouts: dict[str, Layout] = {}
-        self._attached = False
-        self._roots: list[_Root] = []
-        self._open = self._graph = False
-        self._order = LayerOrder()
+        self._attached = self._open = False
         self._clear()
 
     def attach(self, stack: ExitStack) -> None:
-        """Register every hook, each with its removal.
-
-        Args:
-            stack: closes what was opened, in reverse order.
-        """
+        """Register every hook until the stack closes."""
         self._attached = True
         stack.callback(self._detach)
         for layer in self.layers:
-            module = layer.module
-            enter, leave = Hook(self._enter_hook(layer)), Hook(self._leave_hook(layer))
-            before = module.register_forward_pre_hook(enter, with_kwargs=True)
+            enter, leave = Hook(partial(self._enter, layer)), Hook(partial(self._leave, layer))
+            before = layer.module.register_forward_pre_hook(enter, with_kwargs=True)
             stack.callback(before.remove)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            stack.callback(layer.module.register_forward_hook(leave, always_call=True).remove)
 
     @property
     def silent(self) -> list[str]:
         """Names of the layers that never ran."""
         return [layer.name for layer in self.layers if layer.name not in self.fired]
 
-    def enter(
-        self,
-        module: nn.Module,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        padding: Tensor | None,
-    ) -> None:
-        """Begin the forward pass of the model or, nested in it, of a pretrained one inside.
-
-        Args:
-            module: what is called.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            padding: `[B, N]` bool, the real tokens as its attention mask has them.
-        """
-        inputs = by_name(module, args, kwargs)
-        first = next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim()), None)
-        self._roots.append(_Root(None if first is None else first.shape[0], padding))
+    def begin(self) -> None:
+        """Begin the forward pass of the model or, nested in it, of a pretrained one inside."""
+        self._open = True
         self._order.restart()
         self._tails.clear()
         self._keys.clear()
-        if len(self._roots) == 1:
-            self._open = True
-            self._graph = torch.is_grad_enabled()
 
-    def leave(self, outer: int, completed: bool) -> None:
-        """End a forward pass.
-
-        Args:
-            outer: how many forwards around it go on.
-            completed: whether it returned.
-        """
-        del self._roots[outer:]
-        if outer:
-            return
+    def end(self, completed: bool) -> None:
+        """End the outermost forward pass, which returned only if it is completed."""
         for watch in self._late if completed else ():
             watch()
         self._close(completed)
@@ -169,12 +117,7 @@ class LayerTap:
         return running is not None and running.call.name not in self._keys
 
     def attended(self, site: Site, capture: Capture) -> None:
-        """Read the real tokens off an attention call.
-
-        Args:
-            site: the attention module.
-            capture: its call.
-        """
+        """Read the real tokens off a call of an attention module."""
         running = self._around(site)
         if running is not None and capture.kind != "cross":
             self._keys[running.call.name] = capture.support.keys.any(1)
@@ -187,13 +130,11 @@ class LayerTap:
     def _close(self, completed: bool) -> None:
         was_open, self._open = self._open, False
         if was_open:
-            with suspended(), torch.no_grad():
-                for listener in self._listeners:
-                    listener.end_forward(completed)
+            with _unheard():
+                for observer in self._observers:
+                    observer.end_forward(completed)
 
     def _clear(self) -> None:
-        self._roots.clear()
-        self._graph = False
         self._order = LayerOrder()
         self._running: dict[str, _Running] = {}
         self._tails: dict[str, tuple[Tensor | None, int | None]] = {}
@@ -212,42 +153,37 @@ class LayerTap:
                 return running
         return None
 
-    def _enter_hook(self, layer: Layer) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-            if not self._roots or replaying():
-                return
-            self._order.invoke(layer)
-            self.fired.add(layer.name)
-            taken = LayerCall.of(layer.name, module, args, kwargs)
-            if taken is None:
-                self._tails[layer.stack] = _UNKNOWN
-                return
-            call, hidden = taken
-            tail = self._tails.get(layer.stack)
-            link: Link = "first"
-            if tail is not None:
-                link = "next" if tail[0] is hidden and tail[1] == _version(hidden) else "broken"
-            # A copy, because a layer may change its own input in place.
-            copy = hidden.detach().clone()
-            index = self._order.layer(layer)
-            self._running[layer.name] = _Running(call, hidden, copy, link, index)
+    def _enter(
+        self, layer: Site, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        if not self._forwards.running or replaying():
+            return
+        self._order.invoke(layer)
+        self.fired.add(layer.name)
+        taken = LayerCall.of(layer.name, module, args, kwargs)
+        if taken is None:
+            self._tails[layer.stack] = _UNKNOWN
+            return
+        call, hidden = taken
+        tail = self._tails.get(layer.stack)
+        link: Link = "first"
+        if tail is not None:
+            link = "next" if tail[0] is hidden and tail[1] == _version(hidden) else "broken"
+        # A copy, because a layer may change its own input in place.
+        copy = hidden.detach().clone()
+        self._running[layer.name] = _Running(call, hidden, copy, link, self._order.layer(layer))
 
-        return enter
+    def _leave(self, layer: Site, module: nn.Module, args: Sequence[Any], output: Any) -> None:
+        running = self._running.pop(layer.name, None)
+        tensors = output_tensors(output)
+        if running is None or not tensors or replaying():
+            return
+        self._tails[layer.stack] = tensors[0], _version(tensors[0])
+        with _unheard():
+            self._take(layer, running, tensors[0])
 
-    def _leave_hook(self, layer: Layer) -> Callable[..., None]:
-        def leave(module: nn.Module, args: Sequence[Any], output: Any) -> None:
-            running = self._running.pop(layer.name, None)
-            tensors = output_tensors(output)
-            if running is None or not tensors or replaying():
-                return
-            self._tails[layer.stack] = tensors[0], _version(tensors[0])
-            with suspended(), torch.no_grad():
-                self._take(layer, running, tensors[0])
-
-        return leave
-
-    def _take(self, layer: Layer, running: _Running, left: Tensor) -> None:
-        """Describe a layer that ran, and tell the listeners."""
+    def _take(self, layer: Site, running: _Running, left: Tensor) -> None:
+        """Describe a layer that ran, and tell the observers."""
         stack, index = layer.stack, running.index
         layout = self._layout(layer, running)
         hidden, output = arranged(running.hidden, layout), arranged(left.detach(), layout)
@@ -255,12 +191,12 @@ class LayerTap:
         if running.link == "first" or stack not in self._masks:
             self._masks[stack] = self._real_tokens(layer, hidden)
         mask = self._masks[stack]
-        chosen = is_chosen(self._selection, layer, index)
+        chosen = self._selection.accepts_layer(layer, index)
         capture = LayerCapture(
             layer.name, stack, index, hidden, output, mask, rerun, running.link, chosen
         )
-        for listener in self._listeners:
-            listener.update_layer(capture)
+        for observer in self._observers:
+            observer.update_layer(capture)
         if not chosen:
             return
         if running.link == "first":
@@ -273,49 +209,52 @@ class LayerTap:
         def register() -> None:
             if not live.requires_grad:
                 return
-            for listener in self._listeners:
-                receive = listener.watch_hidden(state)
+            hook: Callable[..., Any] = live.register_hook
+            for observer in self._observers:
+                receive = observer.watch_hidden(state)
                 if receive is not None:
-                    live.register_hook(self._receiver(receive, layout))
+                    hook(partial(self._receive, receive, layout))
 
         if live.requires_grad:
             register()
-        elif self._graph:
+        elif self._forwards.running[0].has_graph:
             # Reentrant checkpointing runs the layer without gradients and connects its output to
             # the graph afterwards.
             self._late.append(register)
 
-    def _receiver(
-        self, receive: Callable[[Tensor], None], layout: Layout
-    ) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            if self._attached:
-                with suspended(), torch.no_grad():
-                    receive(arranged(gradient, layout))
+    def _receive(self, receive: Callable[[Tensor], None], layout: Layout, gradient: Tensor) -> None:
+        if self._attached:
+            with _unheard():
+                receive(arranged(gradient, layout))
 
-        return hook
-
-    def _layout(self, layer: Layer, running: _Running) -> Layout:
+    def _layout(self, layer: Site, running: _Running) -> Layout:
         """How the layers of a stack have their hidden states; tried out once, where in doubt."""
-        hidden, batch = running.hidden, self._roots[-1].batch
+        hidden, batch = running.hidden, self._forwards.running[-1].batch
         if hidden.dim() == 2:
             return "packed"
         if hidden.dim() != 3 or hidden.shape[1] != batch or hidden.shape[0] == 1:
             return "batch"
         if layer.stack not in self._layouts:
-            mixed = mixes_first_axis(running.call, hidden)
+            mixed = running.call.mixes_first_axis(hidden)
             if mixed is None:
                 return "batch" if hidden.shape[0] == batch else "tokens"
             self._layouts[layer.stack] = "tokens" if mixed else "batch"
         return self._layouts[layer.stack]
 
-    def _real_tokens(self, layer: Layer, hidden: Tensor) -> Tensor:
+    def _real_tokens(self, layer: Site, hidden: Tensor) -> Tensor:
         """`[B, K]` bool: what attention may look at and the model's own mask does not exclude."""
         mask = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-        for keys in (self._keys.get(layer.name), self._roots[-1].padding):
+        for keys in (self._keys.get(layer.name), self._forwards.running[-1].padding):
             if keys is not None and keys.shape == mask.shape:
                 mask = mask & keys.to(mask.device)
         return mask
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Let observers compute in a block, without gradients and unheard by any lens."""
+    with suspended(), torch.no_grad():
+        yield
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 HEAD_COUNTS = (
@@ -68,20 +69,6 @@ def matmul_product(attention: Tensor, value: Tensor, output: Tensor) -> Product:
     )
 
 
-def transposed_product(value: Tensor, attention: Tensor, output: Tensor) -> Product:
-    """Read `Vᵀ Aᵀ = Oᵀ` as a product A·V.
-
-    Args:
-        value: `[..., D, K]`.
-        attention: `[..., K, Q]`.
-        output: `[..., D, Q]`.
-
-    Returns:
-        The product.
-    """
-    return matmul_product(attention.mT, value.mT, output.mT)
-
-
 def einsum_product(
     equation: str, attention: Tensor, value: Tensor, output: Tensor, attention_first: bool
 ) -> Product | None:
@@ -91,7 +78,7 @@ def einsum_product(
         equation: the equation, with an explicit output.
         attention: the operand that came from a softmax.
         value: the other operand.
-        output: the result.
+        output: the product of both.
         attention_first: whether attention is the first operand.
 
     Returns:
@@ -101,18 +88,10 @@ def einsum_product(
     named = sum(label.isalpha() for label in equation.partition("->")[2])
     shared = "".join(chr(ord("À") + i) for i in range(output.dim() - named))
     inputs, _, result = equation.replace(" ", "").replace("...", shared).partition("->")
-    terms = inputs.split(",")
-    if (
-        len(terms) != 2
-        or not result
-        or list(map(len, terms))
-        != [
-            operand.dim()
-            for operand in ((attention, value) if attention_first else (value, attention))
-        ]
-    ):
+    terms = inputs.split(",") if attention_first else inputs.split(",")[::-1]
+    if [len(term) for term in terms] != [attention.dim(), value.dim()] or not result:
         return None
-    a, v = terms if attention_first else reversed(terms)
+    a, v = terms
     keys = [label for label in a if label in v and label not in result]
     queries = [label for label in a if label in result and label not in v]
     widths = [label for label in v if label in result and label not in a]
@@ -131,14 +110,7 @@ def einsum_product(
 
 
 def declared_heads(module: nn.Module) -> int | None:
-    """Read the number of heads off an attention module.
-
-    Args:
-        module: the module.
-
-    Returns:
-        The number, or None if no attribute says it.
-    """
+    """Read the number of heads off an attention module; None if no attribute says it."""
     for name in HEAD_COUNTS:
         value = getattr(module, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -161,7 +133,7 @@ def _fold(tensor: Tensor, axis: int, heads: int, split: bool) -> Tensor:
     if axis < 0:
         return tensor.reshape(-1, 1, *tensor.shape[-2:])
     if split:
-        tensor = tensor.unflatten(axis, (-1, heads))
+        tensor = torch.unflatten(tensor, axis, (-1, heads))
         axis += 1
     moved = tensor.movedim(axis, -3)
     return moved.reshape(math.prod(moved.shape[:-3]), *moved.shape[-3:])

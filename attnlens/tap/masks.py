@@ -19,9 +19,44 @@ from torch import Tensor
 
 from attnlens.algebra.softmax import EmptyRows
 from attnlens.capture import Masking
+from attnlens.tap.dispatch import InterfaceCall
 
 # Additive values at or below this are masks, not biases: exp(-9999) is zero in every dtype.
 MASKED = -9999.0
+
+
+class Maskings:
+    """The masks of one forward pass, each normalised once.
+
+    Layers that were given the same mask share what is known of it.
+    """
+
+    def __init__(self) -> None:
+        self._normalised: list[tuple[Any, Masking]] = []
+
+    def of(self, call: InterfaceCall, query: Tensor, key: Tensor) -> Masking:
+        """Find what restricts and shifts the logits of a call.
+
+        Args:
+            call: its mask, causal rule and position bias count.
+            query: `[B, H, Q, D]`.
+            key: `[B, Hkv, K, D]`.
+
+        Returns:
+            Mask, bias and causal rule in the common convention.
+        """
+        raw = call.arguments.get("attention_mask")
+        masking = next((masking for mask, masking in self._normalised if mask is raw), None)
+        if masking is None:
+            resolved = {**call.arguments, "is_causal": call.is_causal}
+            masking = normalise_mask(raw, call.implementation, query, key, resolved)
+            if raw is not None:
+                self._normalised.append((raw, masking))
+        return _with_position_bias(masking, call.arguments.get("position_bias"))
+
+    def forget(self) -> None:
+        """Let go of every mask."""
+        self._normalised.clear()
 
 
 def normalise_mask(
@@ -39,11 +74,11 @@ def normalise_mask(
     Returns:
         The masking; its bias is the additive part of the mask, without any position bias.
     """
-    causal = bool(kwargs.get("is_causal")) and query.shape[-2] > 1 and raw is None
+    causal = bool(kwargs.get("is_causal"))
     if "flash" in implementation:
-        return Masking(_flash_mask(raw, query, key, kwargs), causal=bool(kwargs.get("is_causal")))
+        return Masking(_flash_mask(raw, query, key, kwargs), causal=causal)
     if raw is None:
-        return Masking(causal=causal and implementation == "sdpa")
+        return Masking(causal=causal and query.shape[-2] > 1 and implementation == "sdpa")
     if not isinstance(raw, Tensor):
         return Masking(_block_mask(raw, query, key))
     raw = raw[..., : key.shape[-2]]
@@ -54,16 +89,8 @@ def normalise_mask(
     return Masking(raw if raw.dtype == torch.bool else raw != 0)
 
 
-def with_position_bias(masking: Masking, position_bias: Tensor | None) -> Masking:
-    """Add a per-head position bias to a masking, sharing what is known of its mask.
-
-    Args:
-        masking: the masking of the call.
-        position_bias: additive, broadcastable to `[B, H, Q, K]`, or None.
-
-    Returns:
-        The masking with the bias; the finite fill value of such masks leaves empty rows uniform.
-    """
+def _with_position_bias(masking: Masking, position_bias: Tensor | None) -> Masking:
+    """Add a per-head position bias to a masking, sharing what is known of its mask."""
     if position_bias is None:
         return masking
     extra = _additive(position_bias)
@@ -72,6 +99,7 @@ def with_position_bias(masking: Masking, position_bias: Tensor | None) -> Maskin
     if extra.mask is not None:
         mask = extra.mask if masking.mask is None else extra.mask & masking.mask
         return Masking(mask, bias, masking.causal, "uniform")
+    # The finite fill value of such masks leaves empty rows uniform.
     empty: EmptyRows = "zero" if masking.mask is None else "uniform"
     return Masking(masking.mask, bias, masking.causal, empty, masking._supports)
 
@@ -95,7 +123,7 @@ def _block_mask(raw: Any, query: Tensor, key: Tensor) -> Tensor:
         index.view([-1 if axis == position else 1 for axis in range(4)])
         for position, index in enumerate(grid)
     )
-    mask = raw.mask_mod(example, head, row, column)
+    mask: Tensor = raw.mask_mod(example, head, row, column)
     return mask.expand(*mask.shape[:2], *sizes[2:])
 
 
@@ -109,12 +137,18 @@ def _flash_mask(
     window = kwargs.get("sliding_window")
     if window is not None:
         # A window of w keeps w − 1 tokens to the left, and to the right unless causal.
-        near = (row - column).abs() < window
-        mask = near[None, None] if mask is None else mask & near
+        mask = _both(mask, (row - column).abs() < window)
     bounds = kwargs.get("cu_seq_lens_q")
     if bounds is not None:
         other = kwargs.get("cu_seq_lens_k", bounds)
         segment = torch.searchsorted(bounds.contiguous(), row[:, 0].contiguous(), right=True)
-        packed = segment[:, None] == torch.searchsorted(other.contiguous(), column, right=True)
-        mask = packed[None, None] if mask is None else mask & packed
+        mask = _both(
+            mask,
+            segment[:, None] == torch.searchsorted(other.contiguous(), column, right=True),
+        )
     return mask
+
+
+def _both(mask: Tensor | None, rule: Tensor) -> Tensor:
+    """A mask `[B, 1, 1, K]`, or none, together with a rule `[Q, K]`."""
+    return rule[None, None] if mask is None else mask & rule

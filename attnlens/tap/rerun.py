@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from attnlens.errors import InputError
 from attnlens.tap.hooks import suspended
-from attnlens.tap.outputs import output_tensors
+from attnlens.tap.passing import output_tensors
 
 Layout = Literal["batch", "tokens", "packed"]
 """Hidden states as `[B, K, M]`, as `[K, B, M]`, or as `[K, M]` with all examples in a row."""
@@ -25,7 +25,7 @@ class LayerCall:
 
     Attributes:
         name: qualified name of the layer.
-        module: the layer.
+        module: the module of that name.
         args: positional arguments, with a gap wherever the hidden state was given.
         kwargs: keyword arguments, likewise.
         places: the gaps, as positions and keywords.
@@ -47,7 +47,7 @@ class LayerCall:
 
         Args:
             name: qualified name of the layer.
-            module: the layer.
+            module: the module of that name.
             args: its positional arguments.
             kwargs: its keyword arguments.
 
@@ -90,7 +90,7 @@ class LayerCall:
                 f"{self.name} was given a cache, which calling it again for its derivatives would "
                 f"write to. Pass use_cache=False to the model, or kinds= to the lens."
             )
-        hidden = _restored(hidden, layout)
+        hidden = hidden.squeeze(0) if layout == "packed" else arranged(hidden, layout)
         args, kwargs = list(self.args), dict(self.kwargs)
         for place in self.places:
             if isinstance(place, int):
@@ -107,6 +107,31 @@ class LayerCall:
             output = Context().run(self.module, *args, **kwargs)
         return arranged(output_tensors(output)[0], layout)
 
+    def mixes_first_axis(self, hidden: Tensor) -> bool | None:
+        """Find out whether the first axis of a hidden state counts tokens, by changing one entry.
+
+        Args:
+            hidden: what the layer was given.
+
+        Returns:
+            True if other entries of the output depend on the first one; None where the layer
+            cannot be called again.
+        """
+        changed = hidden.clone()
+        changed[0] = hidden[0].flip(-1)
+        try:
+            before, after = (self._seeded(state)[1:] for state in (hidden, changed))
+        except (InputError, RuntimeError):
+            return None
+        return not torch.equal(before, after)
+
+    def _seeded(self, hidden: Tensor) -> Tensor:
+        """Call the layer again; every call draws the same random numbers, none of the user's."""
+        devices = [hidden.device] if hidden.is_cuda else []
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            torch.manual_seed(0)
+            return self.again(hidden)
+
 
 def arranged(tensor: Tensor, layout: Layout) -> Tensor:
     """Bring a hidden state, or its gradient, to batch-first layout.
@@ -121,40 +146,6 @@ def arranged(tensor: Tensor, layout: Layout) -> Tensor:
     if layout == "packed":
         return tensor.unsqueeze(0)
     return tensor.transpose(0, 1) if layout == "tokens" else tensor
-
-
-def _restored(tensor: Tensor, layout: Layout) -> Tensor:
-    if layout == "packed":
-        return tensor.squeeze(0)
-    return tensor.transpose(0, 1) if layout == "tokens" else tensor
-
-
-def mixes_first_axis(call: LayerCall, hidden: Tensor) -> bool | None:
-    """Find out whether the first axis of a hidden state counts tokens, by changing one entry.
-
-    Args:
-        call: the call of the layer.
-        hidden: what the layer was given.
-
-    Returns:
-        True if other entries of the output depend on the first one; None where the layer cannot
-        be called again.
-    """
-    changed = hidden.clone()
-    changed[0] = hidden[0].flip(-1)
-    try:
-        outputs = [_seeded(call, state) for state in (hidden, changed)]
-    except (InputError, RuntimeError):
-        return None
-    return not torch.equal(outputs[0][1:], outputs[1][1:])
-
-
-def _seeded(call: LayerCall, hidden: Tensor) -> Tensor:
-    """Call a layer again; every call draws the same random numbers, and none of the user's."""
-    devices = [hidden.device] if hidden.is_cuda else []
-    with torch.no_grad(), torch.random.fork_rng(devices):
-        torch.manual_seed(0)
-        return call.again(hidden)
 
 
 def _is_cache(value: Any) -> bool:

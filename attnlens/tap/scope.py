@@ -9,50 +9,50 @@ inside those modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from attnlens.tap.hooks import Hook
-from attnlens.tap.tracing import AttentionTrace, Event, SeenProduct, remove_mode, takes_fused_path
+from attnlens.tap import tracing
+from attnlens.tap.hooks import Hook, replaying
+from attnlens.tap.multihead import takes_fused_path
+from attnlens.tap.tracing import AttentionTrace, Event, SeenProduct
 
 Signature = tuple[object, ...]
 
-_known: dict[Signature, frozenset[str]] = {}
+_remembered: dict[Signature, frozenset[str]] = {}  # names of attention modules
 
 
+@dataclass(slots=True, eq=False)
 class Frame:
     """One running invocation of a followed module.
 
     Attributes:
         name: qualified name of the module.
-        module: the module.
-        entered: whether its layer was already counted.
         paused: whether tracing is off inside it.
+        entered: whether its layer was already counted.
     """
 
-    __slots__ = ("entered", "module", "name", "paused")
-
-    def __init__(self, name: str, module: nn.Module, paused: bool = False) -> None:
-        self.name = name
-        self.module = module
-        self.entered = False
-        self.paused = paused
+    name: str
+    module: nn.Module
+    paused: bool = False
+    entered: bool = False
 
 
 class TraceScope:
     """Follow the modules that may hold attention, and trace while one of them runs.
 
     Args:
-        model: the model.
+        model: the model that runs.
         heard: called with the innermost frame that contains an event, and the event.
         linear: called with input and weight of every linear function inside.
         replays: trace also where gradient checkpointing runs a module again.
 
     Attributes:
         fused: names of modules that ran torch's fused attention, which cannot be seen.
-        found: names of the modules in which attention was heard.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TraceScope:
         replays: bool = False,
     ) -> None:
         self.fused: set[str] = set()
-        self.found: set[str] = set()
+        self._attending: set[str] = set()  # names of the modules in which attention was heard
         self._model = model
         self._modules = dict(model.named_modules())
         self._structure = _structure(model)
@@ -71,7 +71,7 @@ class TraceScope:
         self._replays = replays
         self._path: list[Frame] = []
         self._trace = AttentionTrace(self._event, linear, lambda: tuple(self._path))
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._handles: list[RemovableHandle] = []
         self._followed: frozenset[str] | None = None
         self._signature: Signature | None = None
 
@@ -83,11 +83,11 @@ class TraceScope:
         """
         self.stop()
         self._signature = (self._structure, *inputs)
-        known = _known.get(self._signature)
-        followed = frozenset(self._modules) if known is None else self._with_guards(known)
+        sites = _remembered.get(self._signature)
+        followed = frozenset(self._modules) if sites is None else self._with_guards(sites)
         if followed != self._followed:
             self._follow(followed)
-        if known is None:
+        if sites is None:
             self._push("", self._model)
 
     def end(self, completed: bool) -> None:
@@ -97,13 +97,13 @@ class TraceScope:
             completed: whether the forward returned. One that raised has not shown every module,
                 so nothing is remembered of it.
         """
-        if completed and self._signature is not None and self._signature not in _known:
-            _known[self._signature] = frozenset(self.found | self.fused)
+        if completed and self._signature is not None and self._signature not in _remembered:
+            _remembered[self._signature] = frozenset(self._attending | self.fused)
         self.stop()
 
     def stop(self) -> None:
         """Stop tracing and forget what was being followed."""
-        remove_mode(self._trace)
+        tracing.remove(self._trace)
         self._path.clear()
         self._trace.forget()
 
@@ -114,12 +114,10 @@ class TraceScope:
             handle.remove()
         self._handles, self._followed = [], None
 
-    def _with_guards(self, known: frozenset[str]) -> frozenset[str]:
-        """Known sites, and the modules inside which tracing must pause."""
-        if not known:
-            return known
+    def _with_guards(self, sites: frozenset[str]) -> frozenset[str]:
+        """Sites, if there are any, and the modules inside which tracing must pause."""
         guards = (n for n, m in self._modules.items() if isinstance(m, nn.MultiheadAttention))
-        return known | frozenset(guards)
+        return sites.union(guards) if sites else sites
 
     def _follow(self, names: frozenset[str]) -> None:
         self.detach()
@@ -127,17 +125,16 @@ class TraceScope:
             if not name:
                 continue  # the root of a discovery is pushed by begin()
             module = self._modules[name]
-            enter = Hook(self._enter_hook(name))
+            enter = Hook(partial(self._enter, name))
             self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(module.register_forward_hook(Hook(self._leave), always_call=True))
         self._followed = names
 
-    def _enter_hook(self, name: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._signature is not None and (self._replays or not replaying()):
-                self._push(name, module, args, kwargs)
-
-        return enter
+    def _enter(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._signature is not None and (self._replays or not replaying()):
+            self._push(name, module, args, kwargs)
 
     def _push(self, name: str, module: nn.Module, args: Any = (), kwargs: Any = None) -> None:
         paused = isinstance(module, nn.MultiheadAttention) and takes_fused_path(
@@ -145,9 +142,9 @@ class TraceScope:
         )
         if paused:
             self.fused.add(name)
-            remove_mode(self._trace)
+            tracing.remove(self._trace)
         elif not self._path:
-            self._trace.__enter__()
+            tracing.push(self._trace)
         self._path.append(Frame(name, module, paused))
 
     def _leave(self, module: nn.Module, args: Sequence[Any], output: Any) -> None:
@@ -157,9 +154,9 @@ class TraceScope:
         while (frame := self._path.pop()).module is not module:
             continue
         if frame.paused and self._path:
-            self._trace.__enter__()
+            tracing.push(self._trace)
         if not self._path:
-            remove_mode(self._trace)
+            tracing.remove(self._trace)
             self._trace.forget()
 
     def _event(self, event: Event) -> None:
@@ -168,17 +165,12 @@ class TraceScope:
             shared = zip(path, event.softmax_token, strict=False)
             path = [here for here, there in shared if here is there]
         if path:
-            self.found.add(path[-1].name)
+            self._attending.add(path[-1].name)
             self._heard(path[-1], event)
-
-
-def replaying() -> bool:
-    """Whether this runs inside a backward pass: gradient checkpointing replays forwards there."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _structure(model: nn.Module) -> Signature:
     """What makes two models alike for discovery: module names, classes and implementations."""
-    modules = tuple((name, module.__class__) for name, module in model.named_modules())
+    modules = tuple((name, type(module)) for name, module in model.named_modules())
     config = getattr(model, "config", None)
     return modules, getattr(config, "_attn_implementation", None)

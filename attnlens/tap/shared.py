@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+_ABSENT = object()
 
 
 class SharedSetting:
-    """A setting switched on while at least one holder needs it, from whatever thread.
+    """A setting that is on while at least one holder needs it, from whatever thread.
 
     Args:
-        switch_on: called when the first holder arrives.
-        switch_off: called when the last holder leaves.
+        switch: returns what is entered when the first holder arrives, and left with the last.
     """
 
-    def __init__(self, switch_on: Callable[[], None], switch_off: Callable[[], None]) -> None:
-        self._switch_on = switch_on
-        self._switch_off = switch_off
+    def __init__(self, switch: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._switch = switch
         self._lock = threading.Lock()
         self._holders = 0
+        self._on = ExitStack()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the setting for the duration of a block.
-
-        Yields:
-            Nothing.
-        """
+        """Hold the setting for the duration of a block."""
         with self._lock:
             if not self._holders:
-                self._switch_on()
+                self._on.enter_context(self._switch())
             self._holders += 1
         try:
             yield
@@ -38,7 +36,7 @@ class SharedSetting:
             with self._lock:
                 self._holders -= 1
                 if not self._holders:
-                    self._switch_off()
+                    self._on.close()
 
 
 class ThreadDepth:
@@ -52,13 +50,23 @@ class ThreadDepth:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Be inside for the duration of a block.
-
-        Yields:
-            Nothing.
-        """
+        """Be inside for the duration of a block."""
         self._thread.depth = getattr(self._thread, "depth", 0) + 1
         try:
             yield
         finally:
             self._thread.depth -= 1
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an object another attribute for a block; afterwards it has, or inherits, the former."""
+    former = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if former is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, former)

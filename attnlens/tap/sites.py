@@ -1,10 +1,10 @@
-"""Find the attention modules of a model and say which layer and stack each belongs to."""
+"""Where attention runs in a model: attention modules and Transformer layers, by structure."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
@@ -12,23 +12,25 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from attnlens.capture import Kind
 from attnlens.errors import InputError
 
 _DISPATCH = frozenset({"get_interface", "ALL_ATTENTION_FUNCTIONS"})
-KINDS: frozenset[Kind] = frozenset(("encoder", "decoder", "cross"))
 _CROSS = re.compile(r"cross|enc_?dec_?att|encoder_att", re.IGNORECASE)
 _MIXING = re.compile(r"att|fourier|mixer", re.IGNORECASE)
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
+
+Named = tuple[str, nn.Module]
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """An attention module in a model.
+    """An attention module, or a whole Transformer layer, in a model.
 
     Attributes:
-        name: qualified name within the model the lens was given.
-        module: the module.
+        name: qualified name of the module within the model the lens was given.
         stack: the name with its indices replaced by `*`.
         layer: index among the sites of its stack, in module order.
         kind: encoder or decoder self-attention, or cross-attention.
@@ -44,163 +46,137 @@ class Site:
 class Catalogue:
     """The modules of a model by name, and which stack, layer and kind each would be as a site.
 
-    Args:
-        model: any module.
+    Attributes:
+        model: the model.
+        interface: the attention modules that use transformers' attention interface.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._decoders = _decoder_names(model)
-        inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-        self._config = getattr(inner, "config", None)
-        self._peers: dict[str, list[str]] = {}
-        for name, _ in model.named_modules():
-            self._peers.setdefault(stack_of(name), []).append(name)
+        self._modules = dict(model.named_modules())
+        self._decoders = _decoder_names(self._modules)
+        config = next((inner.config for inner in pretrained_models(model)), None)
+        self._declared: Any = getattr(config, "num_hidden_layers", 0)
+        dispatching = [n for n, module in self._modules.items() if dispatches(module.__class__)]
+        # Where some modules of a stack use the interface, these alone count as its layers.
+        self._peers = {**_by_stack(self._modules), **_by_stack(dispatching)}
         self._sites: dict[str, Site] = {}
-        dispatching = [(n, m) for n, m in model.named_modules() if dispatches(m.__class__)]
-        stacks = {stack_of(name) for name, _ in dispatching}
-        for stack in stacks:
-            kept = {name for name, _ in dispatching}
-            self._peers[stack] = [name for name in self._peers[stack] if name in kept]
-        self.interface = tuple(self.site(name, module) for name, module in dispatching)
+        self.interface = tuple(map(self.site, dispatching))
 
-    def site(self, name: str, module: nn.Module) -> Site:
-        """Describe a module as an attention site.
-
-        Args:
-            name: its qualified name in the model.
-            module: the module.
-
-        Returns:
-            The site, the same object for the same name.
-        """
+    def site(self, name: str) -> Site:
+        """Describe the module of a name as an attention site; always by the same object."""
         if name not in self._sites:
-            stack = stack_of(name)
-            layer = self._peers[stack].index(name)
-            self._sites[name] = Site(name, module, stack, layer, self.kind(name, module))
+            stack = _stack_of(name)
+            peers = self._peers[stack]
+            if name not in peers:  # runs its own attention where its peers use the interface
+                peers.append(name)
+            module = self._modules[name]
+            kind = self._kind(name, module)
+            self._sites[name] = Site(name, module, stack, peers.index(name), kind)
         return self._sites[name]
 
-    def kind(self, name: str, module: nn.Module) -> Kind:
-        """Tell what kind of attention a module of this name runs.
+    def layers(self) -> tuple[Site, ...]:
+        """List the Transformer layers of every stack that mixes tokens.
 
-        Args:
-            name: its qualified name in the model.
-            module: the module.
+        Layers are the outermost modules that can be checkpointed or, in a pretrained model without
+        any, the members of its module lists.
 
         Returns:
-            The kind; a decoder's is told by its flags, its config or its place in the model.
+            The layers in module order; their index counts within their stack.
         """
-        return _kind(name, module, self._decoders)
+        return tuple(
+            Site(name, self._modules[name], stack, index, self._layer_kind(name))
+            for stack, members in _by_stack(self._layer_names()).items()
+            if any(self._mixes_tokens(name) for name in members)
+            for index, name in enumerate(members)
+        )
 
     def has(self, name: str) -> bool:
-        """Tell whether a module of this name exists."""
-        return name in self._peers.get(stack_of(name), ())
+        """Tell whether an attention module of this name may exist."""
+        return name in self._peers.get(_stack_of(name), ())
 
     def served_by(self, site: Site) -> Iterable[int]:
-        """Name the layers a site may serve: its own, or all of its stack where it is shared."""
+        """List the layers that a site may serve: its own, or every layer where it is shared."""
         depth = self.depth(site.stack)
         return range(depth) if depth > len(self._peers[site.stack]) else (site.layer,)
 
     def kinds(self) -> set[Kind]:
-        """Name the kinds of attention that the names of modules promise."""
-        names = (name for peers in self._peers.values() for name in peers)
-        modules = dict(self.model.named_modules())
+        """List the kinds of attention that the names of modules promise."""
         return {
-            _kind(name, modules[name], self._decoders)
+            self._kind(name, self._modules[name])
+            for names in self._peers.values()
             for name in names
-            if re.search("att", name.rsplit(".", 1)[-1], re.IGNORECASE)
+            if re.search("att", _leaf(name), re.IGNORECASE)
         }
 
     def depth(self, stack: str) -> int:
-        """Count the layers of a stack; shared modules serve as many as the config declares."""
+        """Count the layers of a stack; a shared module serves as many as the config declares."""
         modules = len(self._peers.get(stack, ()))
-        declared = getattr(self._config, "num_hidden_layers", 0)
-        return max(modules, declared) if isinstance(declared, int) and modules == 1 else modules
+        shared = modules == 1 and isinstance(self._declared, int)
+        return max(1, self._declared) if shared else modules
+
+    def _kind(self, name: str, module: nn.Module) -> Kind:
+        if getattr(module, "is_cross_attention", False) or any(
+            map(_CROSS.search, name.split(".")[-2:])
+        ):
+            return "cross"
+        decoder = getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
+        return "decoder" if name.startswith(self._decoders) or decoder is True else "encoder"
+
+    def _layer_kind(self, name: str) -> Kind:
+        module = self._modules[name]
+        kinds = {self._kind(f"{name}.{path}", child) for path, child in _mixing_inside(module)}
+        return "decoder" if "decoder" in kinds else "encoder"
+
+    def _layer_names(self) -> list[str]:
+        """Names of the modules that may be layers, in module order."""
+        roots = {"", *(n for n, m in self._modules.items() if isinstance(m, PreTrainedModel))}
+        unclaimed, layers = list(self._modules), set[str]()
+        for root in sorted(roots, key=len, reverse=True):  # inner models claim their modules first
+            inside = [name for name in unclaimed if _is_inside(name, root)]
+            unclaimed = [name for name in unclaimed if not _is_inside(name, root)]
+            checkpointed = [
+                n for n in inside if isinstance(self._modules[n], GradientCheckpointingLayer)
+            ]
+            if checkpointed:
+                layers.update(_outermost(checkpointed))
+            elif not any(_is_inside(name, root) for name in layers):
+                layers.update(_outermost(filter(self._is_list_member, inside)))
+        return [name for name in self._modules if name in layers]
+
+    def _is_list_member(self, name: str) -> bool:
+        """Whether a module can be called and stands in a module list."""
+        parent = self._modules[name.rpartition(".")[0]]
+        return isinstance(parent, nn.ModuleList) and not isinstance(
+            self._modules[name], nn.ModuleList
+        )
+
+    def _mixes_tokens(self, name: str) -> bool:
+        of_list = _looks_mixing(_stack_of(name).removesuffix(".*"))
+        return of_list or any(True for _ in _mixing_inside(self._modules[name]))
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Which attention a lens looks at.
-
-    Attributes:
-        catalogue: the modules of the model.
-        layers: layer indices (negative ones from the end of each stack) and module names, or
-            None for all.
-        kinds: the kinds of attention.
-    """
-
-    catalogue: Catalogue
-    layers: frozenset[int | str] | None
-    kinds: frozenset[Kind]
-
-    def takes(self, site: Site) -> bool:
-        """Tell whether some layer of a site may be wanted."""
-        if site.kind not in self.kinds:
-            return False
-        served = self.catalogue.served_by(site)
-        return any(self.accepts(site, layer) for layer in served)
-
-    def accepts(self, site: Site, layer: int) -> bool:
-        """Tell whether a layer of a site is wanted."""
-        if self.layers is None or site.name in self.layers:
-            return True
-        return layer in self.layers or layer - self.catalogue.depth(site.stack) in self.layers
+def pretrained_models(model: nn.Module) -> list[PreTrainedModel]:
+    """List the pretrained models in a model, itself included, outermost first."""
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
-def select(
-    catalogue: Catalogue,
-    layers: Iterable[int | str] | None,
-    kinds: Iterable[Kind] | None,
-) -> Selection:
-    """Check what a user asks for against the modules there are.
-
-    Args:
-        catalogue: the modules of the model.
-        layers: layer indices and module names; None takes all.
-        kinds: kinds of attention. None takes the encoder's self-attention, or where a model has
-            none, every self-attention.
+def pretrained_inside(model: nn.Module) -> PreTrainedModel:
+    """Find the outermost pretrained model: the model itself, or the first one inside it.
 
     Returns:
-        The selection.
+        The pretrained model.
 
     Raises:
-        InputError: if a layer, name or kind cannot match anything.
+        InputError: if there is none.
     """
-    known = {site.kind for site in catalogue.interface}
-    chosen: set[Kind]
-    if kinds is None:
-        chosen = {"encoder", "decoder"} if known and "encoder" not in known else {"encoder"}
-    else:
-        chosen = set(kinds)
-        if not chosen or chosen - KINDS:
-            raise InputError(f"kinds must be among {sorted(KINDS)}. Got {sorted(chosen)}.")
-        there = known | catalogue.kinds()
-        if there and not chosen & there:
-            raise InputError(f"The model has attention of kinds {sorted(there)} only.")
-    wanted = None if layers is None else frozenset(layers)
-    selection = Selection(catalogue, wanted, frozenset(chosen))
-    for layer in wanted or ():
-        _check_layer(layer, selection)
-    if wanted is not None and not wanted:
-        raise InputError("layers is empty, so there is nothing to look at; None looks at all.")
-    return selection
+    for pretrained in pretrained_models(model):
+        return pretrained
+    raise InputError(f"{type(model).__name__} has no pretrained model inside.")
 
 
-def forward_roots(model: nn.Module) -> list[nn.Module]:
-    """List the modules whose call is a forward pass: the model and every pretrained one inside.
-
-    Args:
-        model: the model the lens was given.
-
-    Returns:
-        Distinct modules, outermost first.
-    """
-    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return [model, *(module for module in inner if module is not model)]
-
-
-def mixing_module(model: nn.Module) -> tuple[str, nn.Module]:
-    """Name the first module that looks as if it mixed tokens, for error messages.
+def mixing_module(model: nn.Module) -> Named:
+    """Find the first module that looks as if it mixed tokens, for error messages.
 
     Args:
         model: a model in which no attention was seen.
@@ -209,33 +185,14 @@ def mixing_module(model: nn.Module) -> tuple[str, nn.Module]:
         Its qualified name and the module; the model itself if nothing looks like it.
     """
     for name, module in model.named_modules():
-        if name and looks_mixing(name):
+        if name and _looks_mixing(name):
             return name, module
     return "the model", model
 
 
-def looks_mixing(name: str) -> bool:
-    """Tell whether a module is named like one that mixes tokens.
-
-    Args:
-        name: its qualified name; the last word counts.
-
-    Returns:
-        True for attention, Fourier transforms and mixers.
-    """
-    return _MIXING.search(name.rsplit(".", 1)[-1]) is not None
-
-
 @cache
 def dispatches(cls: Any) -> bool:
-    """Tell whether some method of a module class refers to the attention interface.
-
-    Args:
-        cls: a module class.
-
-    Returns:
-        True if instances call the interface themselves.
-    """
+    """Tell whether some method of a module class refers to the attention interface."""
     for base in cls.__mro__:
         if base is nn.Module or base is PreTrainedModel:
             break
@@ -246,48 +203,53 @@ def dispatches(cls: Any) -> bool:
     return False
 
 
-def stack_of(name: str) -> str:
-    """Replace the indices in a qualified name by `*`."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+def _by_stack(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group the names that differ by their indices only."""
+    stacks: dict[str, list[str]] = {}
+    for name in names:
+        stacks.setdefault(_stack_of(name), []).append(name)
+    return stacks
 
 
-def _check_layer(layer: int | str, selection: Selection) -> None:
-    """Raise where a layer index or name can match no attention module."""
-    catalogue = selection.catalogue
-    sites = [site for site in catalogue.interface if site.kind in selection.kinds]
-    example = f" Names look like {sites[0].name!r}." if sites else ""
-    if isinstance(layer, str):
-        inside = [site.name for site in sites if site.name.startswith(f"{layer}.")]
-        if not catalogue.has(layer) or inside:
-            what = f"holds attention at {inside[0]!r}" if inside else "is no module of the model"
-            raise InputError(f"layers={layer!r} {what}.{example}")
-        return
-    if isinstance(layer, bool) or not isinstance(layer, int):
-        raise InputError(f"layers holds indices and module names. Got {layer!r}.")
-    depth = max((catalogue.depth(site.stack) for site in sites), default=None)
-    if depth is not None and not -depth <= layer < depth:
-        raise InputError(
-            f"layers={layer!r} matches no attention module: there are {depth} layers.{example}"
-        )
+def _stack_of(name: str) -> str:
+    return _INDEX.sub("*", name)
 
 
-def _decoder_names(model: nn.Module) -> tuple[str, ...]:
-    """Qualified names of the decoder halves of encoder-decoders inside a model."""
-    names = []
-    for name, module in model.named_modules():
-        config = getattr(module, "config", None)
-        if isinstance(module, PreTrainedModel) and getattr(config, "is_encoder_decoder", False):
-            for child, _ in module.named_children():
-                if "decoder" in child:
-                    names.append(f"{name}.{child}." if name else f"{child}.")
-    return tuple(names)
+def _leaf(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
 
 
-def _kind(name: str, module: nn.Module, decoders: tuple[str, ...]) -> Kind:
-    leaf = name.split(".")[-2:]
-    if getattr(module, "is_cross_attention", False) or any(map(_CROSS.search, leaf)):
-        return "cross"
-    decoder = getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
-    if name.startswith(decoders) or decoder is True:
-        return "decoder"
-    return "encoder"
+def _looks_mixing(name: str) -> bool:
+    """Whether a module is named like attention, a Fourier transform or a mixer."""
+    return _MIXING.search(_leaf(name)) is not None
+
+
+def _mixing_inside(module: nn.Module) -> Iterator[Named]:
+    for path, child in module.named_modules():
+        if dispatches(child.__class__) or (path and _looks_mixing(path)):
+            yield path, child
+
+
+def _is_inside(name: str, root: str) -> bool:
+    return name != root and (not root or name.startswith(f"{root}."))
+
+
+def _outermost(names: Iterable[str]) -> Iterator[str]:
+    outer: set[str] = set()
+    for name in names:  # parents come first
+        parts = name.split(".")
+        if not any(".".join(parts[:length]) in outer for length in range(1, len(parts))):
+            outer.add(name)
+            yield name
+
+
+def _decoder_names(modules: dict[str, nn.Module]) -> tuple[str, ...]:
+    """Beginnings of the names in the decoder halves of encoder-decoders inside a model."""
+    return tuple(
+        f"{name}.{child}.".lstrip(".")
+        for name, module in modules.items()
+        if isinstance(module, PreTrainedModel)
+        and getattr(module.config, "is_encoder_decoder", False)
+        for child, _ in module.named_children()
+        if "decoder" in child
+    )

@@ -8,11 +8,11 @@ inside `F.multi_head_attention_forward`. Nothing is replaced and nothing is comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from attnlens.tap import dispatch as interface
 from attnlens.tap.hooks import is_suspended
-from attnlens.tap.layout import Product, einsum_product, matmul_product, transposed_product
-from attnlens.tap.shared import SharedSetting, ThreadDepth
+from attnlens.tap.layout import Product, einsum_product, matmul_product
+from attnlens.tap.multihead import open_body
+
+_modes: Any = torch.overrides
 
 # Logits at or below this were masked: no model's scores reach it, every additive mask does.
 _MASKED = -5000.0
@@ -30,7 +32,6 @@ _MASKED = -5000.0
 _SOFTMAX = frozenset({"softmax", "_softmax"})
 _DROPOUT = frozenset({"dropout", "dropout_", "feature_dropout", "alpha_dropout"})
 _MATMUL = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
-_LINEAR = frozenset({"linear"})
 # Same entries in another arrangement: what holds of an entry of A holds after them.
 _REARRANGE = frozenset(
     "view reshape permute transpose contiguous flatten unflatten squeeze unsqueeze expand movedim "
@@ -76,7 +77,7 @@ class DirectCall:
 
     def arrangement(self) -> Arrange:
         """Return what reads a tensor like `live` as a product; it keeps no operand alive."""
-        return _arrangement("matmul", (), self.output, self.value, 0)
+        return _arrangement(partial(_as_product, None, 0), self.output, self.value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +105,30 @@ class SeenProduct:
 Event = DirectCall | SeenProduct
 
 
-# function, positional arguments with a gap, keyword arguments, position of the gap
-_Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
+class _Ran(NamedTuple):
+    """A torch function that ran."""
+
+    function: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
+
+
+class _Step(NamedTuple):
+    """A torch function with a gap among its positional arguments."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    gap: int
+
+    def again(self, tensor: Tensor) -> Any:
+        before, after = self.args[: self.gap], self.args[self.gap + 1 :]
+        return self.function(*before, tensor, *after, **self.kwargs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,57 +185,45 @@ class AttentionTrace(TorchFunctionMode):
         if interface.running() or is_suspended():
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            with _open_body(), self:
+            with open_body(), self:
                 return func(*args, **kwargs)
         output = func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
         with torch.no_grad():
-            self._observe(func, name, args, kwargs, output)
+            self._observe(_Ran(func, getattr(func, "__name__", ""), args, kwargs, output))
         return output
 
-    def _observe(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-    ) -> None:
-        if name in _SOFTMAX and isinstance(output, Tensor):
-            logits = args[0] if args else kwargs["input"]
-            softmax = _Softmax(logits, output, self._where())
-            self._derived[id(output)] = _Derived(output, softmax)
-        elif name == "scaled_dot_product_attention":
-            self._heard(_direct_call(args, kwargs, output))
-        elif name in _LINEAR:
-            self._linear(args[0], args[1] if len(args) > 1 else kwargs["weight"])
+    def _observe(self, ran: _Ran) -> None:
+        if ran.name in _SOFTMAX and isinstance(ran.output, Tensor):
+            softmax = _Softmax(ran.argument(0, "input"), ran.output, self._where())
+            self._derived[id(ran.output)] = _Derived(ran.output, softmax)
+        elif ran.name == "scaled_dot_product_attention":
+            self._heard(_direct_call(ran))
+        elif ran.name == "linear":
+            self._linear(ran.args[0], ran.argument(1, "weight"))
         elif self._derived:
-            self._follow(func, name, args, kwargs, output)
+            self._follow(ran)
 
-    def _follow(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-    ) -> None:
-        found = [i for i, arg in enumerate(args) if id(arg) in self._derived]
-        if name in _MATMUL:
-            operands = _operands(name, args)
-            found = [i for i, operand in enumerate(operands) if id(operand) in self._derived]
-            if len(found) == 1 and len(operands) == 2:
-                self._consume(name, args, operands, found[0], output)
-            elif name == "einsum" and len(operands) == 2:
-                self._contract(args[0], *operands)
-        elif found and name in _DROPOUT:
-            source = self._derived[id(args[found[0]])]
-            rate = _dropout_rate(args, kwargs)
-            self._derived[id(output)] = _Derived(
-                output, source.softmax, source.steps, max(source.dropout, rate)
-            )
-        elif found and (name in _REARRANGE or name in _ADJUST):
-            self._derive(func, args, kwargs, found[0], output)
+    def _follow(self, ran: _Ran) -> None:
+        """Go on with what came out of a softmax."""
+        if ran.name in _MATMUL:
+            operands = _operands(ran)
+            places = self._followed(operands)
+            if len(places) == 1 and len(operands) == 2:
+                self._consume(ran, operands, places[0])
+            elif ran.name == "einsum" and len(operands) == 2:
+                self._contract(ran.args[0], *operands)
+            return
+        places = self._followed(ran.args)
+        if places and ran.name in _DROPOUT:
+            source = self._derived[id(ran.args[places[0]])]
+            rate = max(source.dropout, _dropout_rate(ran))
+            self._derived[id(ran.output)] = replace(source, tensor=ran.output, dropout=rate)
+        elif places and (ran.name in _REARRANGE or ran.name in _ADJUST):
+            self._derive(ran, places[0])
+
+    def _followed(self, values: Sequence[Any]) -> list[int]:
+        """Positions of tensors that came out of a softmax."""
+        return [place for place, value in enumerate(values) if id(value) in self._derived]
 
     def _contract(self, equation: str, received: Tensor, weight: Any) -> None:
         """Report an einsum over heads and widths, such as `ibnd,hnd->ibh`, as a linear function."""
@@ -220,78 +231,68 @@ class AttentionTrace(TorchFunctionMode):
         if isinstance(weight, torch.nn.Parameter) and len(right) == 3 and left[-2:] == right[1:]:
             self._linear(received.flatten(-2), weight)
 
-    def _derive(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        position: int,
-        output: Any,
-    ) -> None:
-        source = self._derived[id(args[position])]
-        if isinstance(output, Tensor):
-            if output is args[position]:
-                return  # in place: the same tensor, already followed
-            placeholder = (*args[:position], None, *args[position + 1 :])
-            step = (func, placeholder, kwargs, position)
-            self._derived[id(output)] = _Derived(
-                output, source.softmax, (*source.steps, step), source.dropout
-            )
-            return
-        if not isinstance(output, (tuple, list)) or isinstance(output, torch.Size):
-            return
-        for index, part in enumerate(output):  # chunk, split, unbind
-            placeholder = (*args[:position], None, *args[position + 1 :])
-            step = (func, placeholder, kwargs, position)
-            pick: _Step = (_pick, (None, index), {}, 0)
-            self._derived[id(part)] = _Derived(
-                part, source.softmax, (*source.steps, step, pick), source.dropout
-            )
+    def _derive(self, ran: _Ran, place: int) -> None:
+        """Follow the results of a function of a followed tensor."""
+        source = self._derived[id(ran.args[place])]
+        if ran.output is ran.args[place]:
+            return  # in place: the same tensor, already followed
+        gap = (*ran.args[:place], None, *ran.args[place + 1 :])
+        steps = (*source.steps, _Step(ran.function, gap, ran.kwargs, place))
+        if isinstance(ran.output, Tensor):
+            self._derived[id(ran.output)] = replace(source, tensor=ran.output, steps=steps)
+        elif isinstance(ran.output, (tuple, list)) and not isinstance(ran.output, torch.Size):
+            for index, part in enumerate(ran.output):  # chunk, split, unbind
+                pick = _Step(operator.getitem, (None, index), {}, 0)
+                self._derived[id(part)] = replace(source, tensor=part, steps=(*steps, pick))
 
-    def _consume(
-        self, name: str, args: tuple[Any, ...], operands: list[Tensor], index: int, output: Tensor
-    ) -> None:
+    def _consume(self, ran: _Ran, operands: list[Tensor], index: int) -> None:
+        """Report the product that a followed tensor takes part in."""
         source = self._derived[id(operands[index])]
         attention, value = source.tensor.detach(), operands[1 - index].detach()
         if source.dropout:
             attention = _replay(source, source.softmax.output.detach())
-        keep = source.softmax.logits.detach() > _MASKED
-        masked = (
-            None if bool(keep.all()) else _replay(source, keep.to(torch.uint8), marks=True) != 0
-        )
-        product = _as_product(name, args, attention, value, output.detach(), index)
+        as_product = partial(_as_product, ran.args[0] if ran.name == "einsum" else None, index)
+        product = as_product(attention, value, ran.output.detach())
         if product is None:
             return
-        if masked is not None:
-            kept = _as_product(name, args, masked, value, output.detach(), index)
-            masked = None if kept is None else kept.attention
-        arrangement = partial(_arrangement, name, args, attention, value, index)
+        keep = source.softmax.logits.detach() > _MASKED
+        masked = None
+        if not bool(keep.all()):
+            marks = _replay(source, keep.to(torch.uint8), marks=True) != 0
+            masked = as_product(marks, value, ran.output.detach())
         self._heard(
-            SeenProduct(product, masked, source.dropout, source.softmax.token, output, arrangement)
+            SeenProduct(
+                product,
+                None if masked is None else masked.attention,
+                source.dropout,
+                source.softmax.token,
+                ran.output,
+                partial(_arrangement, as_product, attention, value),
+            )
         )
 
 
 def _as_product(
-    name: str, args: tuple[Any, ...], attention: Tensor, value: Tensor, output: Tensor, index: int
+    equation: str | None, index: int, attention: Tensor, value: Tensor, output: Tensor
 ) -> Product | None:
-    if name == "einsum":
-        return einsum_product(args[0], attention, value, output, index == 0)
+    """Read a matrix product or an einsum whose operand number `index` is A as a product A·V."""
+    if equation is not None:
+        return einsum_product(equation, attention, value, output, index == 0)
     if attention.dim() < 2 or value.dim() < 2:
         return None
     if index == 0:
         return matmul_product(attention, value, output)
-    return transposed_product(value, attention, output)
+    return matmul_product(attention.mT, value.mT, output.mT)  # Vᵀ Aᵀ = Oᵀ
 
 
 def _arrangement(
-    name: str, args: tuple[Any, ...], attention: Tensor, value: Tensor, index: int
+    as_product: Callable[[Tensor, Tensor, Tensor], Product | None], attention: Tensor, value: Tensor
 ) -> Arrange:
     """How the output of a product is laid out, from the shapes of its operands alone."""
-    equation = args[:1] if name == "einsum" else ()
     attention, value = attention.to("meta"), value.to("meta")
 
     def arrange(output: Tensor) -> Product:
-        product = _as_product(name, equation, attention, value, output, index)
+        product = as_product(attention, value, output)
         assert product is not None
         return product
 
@@ -300,118 +301,53 @@ def _arrangement(
 
 def _replay(source: _Derived, tensor: Tensor, marks: bool = False) -> Tensor:
     """Apply the steps from a softmax to its product to another tensor of the same layout."""
-    for func, args, kwargs, position in source.steps:
-        name = getattr(func, "__name__", "")
-        if marks and name in _ADJUST:
-            continue
-        tensor = func(*args[:position], tensor, *args[position + 1 :], **kwargs)
+    for step in source.steps:
+        if not (marks and getattr(step.function, "__name__", "") in _ADJUST):
+            tensor = step.again(tensor)
     return tensor
 
 
-def _pick(parts: Any, index: int) -> Tensor:
-    return parts[index]
-
-
-def _operands(name: str, args: tuple[Any, ...]) -> list[Any]:
+def _operands(ran: _Ran) -> list[Any]:
     """The factors of a product; the addend of `baddbmm` is not one."""
-    if name == "einsum":
-        rest = args[1:]
+    if ran.name == "einsum":
+        rest = ran.args[1:]
         return list(rest[0]) if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else [*rest]
-    return list(args[1:3] if name == "baddbmm" else args[:2])
+    return list(ran.args[1:3] if ran.name == "baddbmm" else ran.args[:2])
 
 
-def _dropout_rate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-    training = kwargs.get("training", args[2] if len(args) > 2 else True)
-    return float(rate) if training else 0.0
+def _dropout_rate(ran: _Ran) -> float:
+    return float(ran.argument(1, "p", 0.5)) if ran.argument(2, "training", True) else 0.0
 
 
-def _direct_call(args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> DirectCall:
+def _direct_call(ran: _Ran) -> DirectCall:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {**dict(zip(names, ran.args, strict=False)), **ran.kwargs}
+    query, key, value = (given[name].detach() for name in names[:3])
     mask = given.get("attn_mask")
     return DirectCall(
-        given["query"].detach(),
-        given["key"].detach(),
-        given["value"].detach(),
+        query,
+        key,
+        value,
         None if mask is None else mask.detach(),
         float(given.get("dropout_p") or 0.0),
         bool(given.get("is_causal")),
         given.get("scale"),
-        output.detach(),
-        output,
+        ran.output.detach(),
+        ran.output,
     )
 
 
-_functional: Any = F
-_HAS_TORCH_FUNCTION = _functional.has_torch_function
-_open = ThreadDepth()
+def push(mode: TorchFunctionMode) -> None:
+    """Put a mode on top of this thread's stack."""
+    _modes._push_mode(mode)
 
 
-def _has_torch_function(tensors: Any) -> bool:
-    return not _open and _HAS_TORCH_FUNCTION(tensors)
-
-
-_answering = SharedSetting(
-    lambda: setattr(_functional, "has_torch_function", _has_torch_function),
-    lambda: setattr(_functional, "has_torch_function", _HAS_TORCH_FUNCTION),
-)
-
-
-@contextmanager
-def _open_body() -> Iterator[None]:
-    """Let `F.multi_head_attention_forward` run its body under the mode instead of handing over.
-
-    The function asks a module-level `has_torch_function` whether to hand its call to the mode;
-    for the duration, and in this thread only, the answer is no.
-    """
-    with _answering.held(), _open.entered():
-        yield
-
-
-def takes_fused_path(
-    module: torch.nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """Tell whether `nn.MultiheadAttention` may run torch's fused inference kernel.
-
-    That kernel hides its attention, and a function mode would make torch avoid it, which changes
-    the last bits of the output.
-
-    Args:
-        module: the module.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-
-    Returns:
-        True if the kernel may run for this call.
-    """
-    given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-    same = given.get("query") is given.get("key") is given.get("value")
-    gradient = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-    return (
-        torch.backends.mha.get_fastpath_enabled()
-        and not module.training
-        and not gradient
-        and same
-        and bool(module.batch_first)
-        and module.num_heads % 2 == 0
-        and module.in_proj_weight is not None
-        and module.bias_k is None
-        and not module.add_zero_attn
-        and not torch.is_autocast_enabled()
-    )
-
-
-def remove_mode(mode: TorchFunctionMode) -> None:
-    """Take a mode off this thread's stack wherever it is, leaving the others in order.
-
-    Args:
-        mode: the mode; nothing happens if it is not active.
-    """
-    above = []
-    if not any(active is mode for active in torch.overrides._get_current_function_mode_stack()):
+def remove(mode: TorchFunctionMode) -> None:
+    """Take a mode off this thread's stack wherever it is, leaving the others in order."""
+    if not any(active is mode for active in _modes._get_current_function_mode_stack()):
         return
-    while (top := torch.overrides._pop_mode()) is not mode:
+    above = []
+    while (top := _modes._pop_mode()) is not mode:
         above.append(top)
     for other in reversed(above):
-        torch.overrides._push_mode(other)
+        push(other)

@@ -1,178 +1,26 @@
-"""Load a text model with its tokenizer, and turn texts into batches for it."""
+"""Load a model, and the tokenizer of one that reads text, from a folder or from the Hub."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from attnlens.errors import AttnLensWarning, InputError
+from attnlens.texts.batching import TextModel
 
 # Tokenizers that know no limit say 1e30.
 _NO_LIMIT = 10**9
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-
-
-@dataclass(frozen=True)
-class TokenisedTexts:
-    """Texts as token ids, cut to a length.
-
-    Attributes:
-        columns: one list of lists per model input, such as `input_ids`.
-        truncated: number of texts that were cut.
-        words: of texts given as words, the index of the word that each token is of, or None for
-            special tokens.
-    """
-
-    columns: Mapping[str, Sequence[Sequence[int]]]
-    truncated: int
-    words: Sequence[Sequence[int | None]] | None = None
-
-    @property
-    def lengths(self) -> list[int]:
-        """Number of tokens of every text, special tokens included."""
-        return [len(ids) for ids in self.columns["input_ids"]]
-
-    @property
-    def by_length(self) -> list[int]:
-        """Indices of the texts, longest first, so that a batch too large fails at once."""
-        lengths = self.lengths
-        return sorted(range(len(lengths)), key=lambda index: -lengths[index])
-
-
-@dataclass(frozen=True, eq=False)
-class TextModel:
-    """The part of a model that reads text, with its tokenizer.
-
-    Attributes:
-        name: what it was loaded from.
-        model: in evaluation mode.
-        tokenizer: the model's own.
-        longest: most tokens the model can read at once, or None where no limit is known.
-    """
-
-    name: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    longest: int | None
-
-    def tokenise(
-        self,
-        texts: Sequence[str] | Sequence[Sequence[str]],
-        max_length: int | None = None,
-        pairs: Sequence[str] | None = None,
-    ) -> TokenisedTexts:
-        """Turn texts into token ids, cutting what the model cannot read.
-
-        Args:
-            texts: the texts, or the words of each.
-            max_length: most tokens to keep of each, special tokens included; by default what
-                the model can read.
-            pairs: a second text for each, read after it.
-
-        Returns:
-            The token ids and how many texts were cut.
-
-        Raises:
-            InputError: if `max_length` is out of range, the ids do not belong to the model, or
-                words are given to a tokenizer that cannot tell which token is of which.
-        """
-        limit = self._checked_limit(max_length)
-        split = bool(texts) and not isinstance(texts[0], str)
-        if split and not self.tokenizer.is_fast:
-            raise InputError(
-                f"The tokenizer of {self.name} is a slow one, which does not tell the word of a "
-                f"token. Give texts instead of words."
-            )
-        inputs: Any = [list(texts), None if pairs is None else list(pairs)]
-        encoded = self.tokenizer(*inputs, is_split_into_words=split, verbose=False)
-        truncated = 0
-        if limit is not None:
-            truncated = sum(len(ids) > limit for ids in encoded["input_ids"])
-        if truncated:
-            encoded = self.tokenizer(
-                *inputs, is_split_into_words=split, truncation=True, max_length=limit
-            )
-        self._require_known_ids(encoded["input_ids"])
-        accepted = inspect.signature(self.model.forward).parameters
-        kept = {name: lists for name, lists in encoded.data.items() if name in accepted}
-        words = [encoded.word_ids(index) for index in range(len(texts))] if split else None
-        return TokenisedTexts(kept, truncated, words)
-
-    def batches(self, texts: TokenisedTexts, batch_size: int) -> Iterator[dict[str, Tensor]]:
-        """Pad texts of similar length together.
-
-        Args:
-            texts: from :meth:`tokenise`.
-            batch_size: most texts in a batch.
-
-        Yields:
-            Keyword arguments of the model, `[B, K]` each, the longest texts first.
-
-        """
-        self.require_padding(batch_size)
-        order = texts.by_length
-        for start in range(0, len(order), batch_size):
-            yield self.padded(texts, order[start : start + batch_size])
-
-    def require_padding(self, batch_size: int) -> None:
-        """Refuse batches of several texts where the tokenizer cannot pad.
-
-        Args:
-            batch_size: most texts in a batch.
-
-        Raises:
-            InputError: if it has no token for it.
-        """
-        if batch_size > 1 and self.tokenizer.pad_token is None:
-            raise InputError(
-                f"The tokenizer of {self.name} has no padding token, so texts of different "
-                f"length cannot share a batch. Use a batch size of 1."
-            )
-
-    def padded(self, texts: TokenisedTexts, chosen: Sequence[int]) -> dict[str, Tensor]:
-        """Pad some of the texts to the length of the longest.
-
-        Args:
-            texts: from :meth:`tokenise`.
-            chosen: their indices.
-
-        Returns:
-            Keyword arguments of the model, `[B, K]` each.
-        """
-        part = {name: [list(rows[i]) for i in chosen] for name, rows in texts.columns.items()}
-        padding = len(chosen) > 1
-        return dict(self.tokenizer.pad(part, padding=padding, return_tensors="pt", verbose=False))
-
-    def _checked_limit(self, max_length: int | None) -> int | None:
-        if max_length is None:
-            return self.longest
-        least = self.tokenizer.num_special_tokens_to_add() + 1
-        if max_length < least or (self.longest is not None and max_length > self.longest):
-            most = "" if self.longest is None else f" and at most {self.longest}"
-            raise InputError(
-                f"max_length must be at least {least}{most} for {self.name}. Got {max_length}."
-            )
-        return max_length
-
-    def _require_known_ids(self, rows: Sequence[Sequence[int]]) -> None:
-        known = getattr(self.model.get_input_embeddings(), "num_embeddings", None)
-        largest = max((max(ids, default=0) for ids in rows), default=0)
-        if known is not None and largest >= known:
-            raise InputError(
-                f"The tokenizer of {self.name} gave token id {largest}, but the model knows only "
-                f"{known} tokens. They do not belong together."
-            )
+_logging: Any = logging
 
 
 def load_model(name: str) -> PreTrainedModel:
@@ -185,11 +33,12 @@ def load_model(name: str) -> PreTrainedModel:
 
     Returns:
         The model in evaluation mode, on the CPU.
+
+    Raises:
+        InputError: if there is no such model, or it cannot be loaded.
     """
-    local = _is_folder(name)
-    with _quietly(local), _failing_to_load("model", name, local):
-        loaded: PreTrainedModel = AutoModel.from_pretrained(name, trust_remote_code=False)
-    return loaded.eval()
+    model: PreTrainedModel = _load("model", name, AutoModel).eval()
+    return model
 
 
 def text_model(model: nn.Module, tokenizer: Any, name: str = "") -> TextModel:
@@ -210,10 +59,10 @@ def text_model(model: nn.Module, tokenizer: Any, name: str = "") -> TextModel:
         if not isinstance(part, kind):
             raise InputError(f"{type(part).__name__} is no {kind.__name__} of transformers.")
     assert isinstance(model, PreTrainedModel)
-    known = name or getattr(model.config, "name_or_path", "") or type(model).__name__
+    name = name or getattr(model.config, "name_or_path", "") or type(model).__name__
     if model.main_input_name != "input_ids":
-        raise InputError(f"{known} reads {model.main_input_name}, not text.")
-    return TextModel(known, model, tokenizer, _longest(model, tokenizer))
+        raise InputError(f"{name} reads {model.main_input_name}, not text.")
+    return TextModel(name, model, tokenizer, _longest(model, tokenizer))
 
 
 def load_text_model(name: str) -> TextModel:
@@ -231,15 +80,10 @@ def load_text_model(name: str) -> TextModel:
     Raises:
         InputError: if there is no such model, it cannot be loaded, or it does not read text.
     """
-    local = _is_folder(name)
-    options: dict[str, Any] = {"trust_remote_code": False}
-    with _quietly(local):
-        with _failing_to_load("model", name, local):
-            loaded, report = AutoModel.from_pretrained(name, output_loading_info=True, **options)
-        with _failing_to_load("tokenizer", name, local):
-            tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    model, report = _load("model", name, AutoModel, output_loading_info=True)
+    tokenizer = _load("tokenizer", name, AutoTokenizer)
     _warn_of_missing(name, report["missing_keys"])
-    model = _reader(loaded, name)
+    loaded = text_model(_text_part(model).eval(), tokenizer, name)
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise InputError(
             f"{name} has no tokenizer: only special tokens were found. Put the files of the "
@@ -247,7 +91,18 @@ def load_text_model(name: str) -> TextModel:
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return TextModel(name, model, tokenizer, _longest(model, tokenizer))
+    return loaded
+
+
+def _load(what: str, name: str, cls: Any, **options: Any) -> Any:
+    """Call `from_pretrained`, and turn whatever it raises into an InputError."""
+    local = _is_folder(name)
+    try:
+        with _quietly(local):
+            return cls.from_pretrained(name, trust_remote_code=False, **options)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(f"Cannot load the {what} of {name}: {lines[0]}{_advice(local)}") from error
 
 
 def _is_folder(name: str) -> bool:
@@ -261,16 +116,6 @@ def _is_folder(name: str) -> bool:
     if not _HUB_NAME.fullmatch(name):
         raise InputError(f"There is no folder {name!r}, nor can a model on the Hub have that name.")
     return False
-
-
-@contextmanager
-def _failing_to_load(what: str, name: str, local: bool) -> Iterator[None]:
-    """Turn whatever `from_pretrained` raises into an InputError."""
-    try:
-        yield
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise InputError(f"Cannot load the {what} of {name}: {lines[0]}{_advice(local)}") from error
 
 
 def _advice(local: bool) -> str:
@@ -293,16 +138,12 @@ def _warn_of_missing(name: str, missing: Sequence[str]) -> None:
         )
 
 
-def _reader(model: PreTrainedModel, name: str) -> PreTrainedModel:
+def _text_part(model: Any) -> Any:
     """The part of a model that reads text."""
     if getattr(model.config, "is_encoder_decoder", False):
         model = model.get_encoder()
     tower = getattr(model, "text_model", None)
-    if isinstance(tower, PreTrainedModel):
-        model = tower
-    if model.main_input_name != "input_ids":
-        raise InputError(f"{name} reads {model.main_input_name}, not text.")
-    return model.eval()
+    return tower if isinstance(tower, PreTrainedModel) else model
 
 
 def _longest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -325,13 +166,13 @@ def _reserved_positions(model: nn.Module) -> int:
 @contextmanager
 def _quietly(without_bars: bool) -> Iterator[None]:
     """Silence transformers' remarks for a block, and its progress bars where nothing is fetched."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    verbosity, bars = _logging.get_verbosity(), _logging.is_progress_bar_enabled()
+    _logging.set_verbosity_error()
     if without_bars:
-        logging.disable_progress_bar()
+        _logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        _logging.set_verbosity(verbosity)
         if without_bars and bars:
-            logging.enable_progress_bar()
+            _logging.enable_progress_bar()

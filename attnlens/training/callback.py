@@ -23,7 +23,7 @@ from attnlens.errors import AttnLensError, AttnLensWarning, InputError
 from attnlens.files import load_state, save_state
 from attnlens.lens import Lens
 from attnlens.observer import Observer, part_of
-from attnlens.tap.tap import Mode
+from attnlens.tap.forwards import Mode
 from attnlens.training.recent import Recent, checked_observers, forward_only
 from attnlens.training.scalars import Choice, Keep, layer_values, named_scalars
 from attnlens.training.steps import calling_trainer, loss_scale, surround

@@ -10,7 +10,7 @@ from torch import nn
 from attnlens.capture import Kind
 from attnlens.lens import Lens
 from attnlens.observer import Observer
-from attnlens.tap.tap import Mode
+from attnlens.tap.forwards import Mode
 from attnlens.training.recent import Recent, checked_observers
 from attnlens.training.scalars import Choice, Keep, named_scalars
 

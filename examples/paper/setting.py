@@ -20,7 +20,9 @@ from torch import Tensor
 from attnlens import InputError
 from attnlens.demo import model_folder, paragraphs
 from attnlens.reporting import figures
-from attnlens.texts.loading import TextModel, load_text_model
+from attnlens.texts.batching import TextModel, TokenisedTexts
+from attnlens.texts.loading import load_text_model
+from attnlens.texts.reading import read_examples
 
 TYPES = ("[CLS]", "[SEP]", "period or comma", "other punctuation", "words")
 # What identifies the paper's corpus: pairs and tokens of MRPC's development set.
@@ -107,17 +109,12 @@ class Setting:
         self, encoded: Sequence[Encoded], size: int = 0
     ) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         """Pad sentences of similar length together; yields inputs and parts of speech `[B, K]`."""
-        size = size or self.options.batch_size
-        order = sorted(encoded, key=len, reverse=True)
-        for start in range(0, len(order), size):
-            chosen = order[start : start + size]
-            padded = self.model.tokenizer.pad(
-                {name: [e.inputs[name] for e in chosen] for name in chosen[0].inputs},
-                return_tensors="pt",
-            )
-            longest = len(chosen[0])
-            tags = [e.tags + [-1] * (longest - len(e)) for e in chosen]
-            yield dict(padded), torch.tensor(tags)
+        columns = {name: [e.inputs[name] for e in encoded] for name in encoded[0].inputs}
+        texts = TokenisedTexts(columns, truncated=0)
+        for group in texts.groups(size or self.options.batch_size):
+            longest = len(encoded[group[0]])
+            tags = [encoded[i].tags + [-1] * (longest - len(encoded[i])) for i in group]
+            yield self.model.padded(texts, group), torch.tensor(tags)
 
     def draw(self, name: str, figure: str, *arguments: Any, **settings: Any) -> None:
         """Save one of the package's figures, if matplotlib is installed."""
@@ -130,14 +127,12 @@ class Setting:
         self.figures.append(f"{name}.png")
 
     def _encode(self, sentence: Sentence, names: list[str]) -> Encoded:
-        limit = {"truncation": True, "max_length": self.model.longest}
-        if not names:
-            inputs = self.model.tokenizer(*sentence.texts, **limit)
-            return Encoded(dict(inputs), [-1] * len(inputs["input_ids"]))
-        inputs = self.model.tokenizer(list(sentence.words), is_split_into_words=True, **limit)
-        places = [names.index(tag) for tag in sentence.tags]
-        tags = [-1 if word is None else places[word] for word in inputs.word_ids()]
-        return Encoded(dict(inputs), tags)
+        first, *second = sentence.texts
+        texts = self.model.tokenise([sentence.words if names else first], pairs=second or None)
+        inputs = {name: list(rows[0]) for name, rows in texts.columns.items()}
+        places = [names.index(tag) for tag in sentence.tags] if names else []
+        words = texts.words[0] if texts.words else [None] * len(inputs["input_ids"])
+        return Encoded(inputs, [-1 if word is None else places[word] for word in words])
 
 
 def prepare(description: str, arguments: list[str] | None = None) -> Setting:
@@ -168,7 +163,7 @@ def read(file: Path | None) -> list[Sentence]:
         whole = paragraphs()
         parts = [part for text in whole for part in re.split(r"(?<=[.?!]) ", text)]
         return [Sentence((text,)) for text in [*parts, *whole]]
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = read_examples(str(file), one_per_line=True)
     if file.suffix in (".jsonl", ".json"):
         return [_of_record(json.loads(line)) for line in lines]
     return [Sentence(tuple(line.split("\t")[:2])) for line in lines]

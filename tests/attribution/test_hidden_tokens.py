@@ -24,7 +24,6 @@ from attnlens import (
 from attnlens.attribution.contributions import AttributionMatrices
 from attnlens.attribution.tallies import DISTANCE_GROUPS
 from attnlens.tap.sites import Catalogue
-from attnlens.tap.stacks import find_layers
 from tests.support.chains import CHAINS, FLOAT32_PARTS, build_chain, jacobian_norms
 from tests.support.hooks import Siamese, is_clean
 from tests.support.models import LAYERS, TEXT, VOCABULARY, initialise, outputs, pixels, text_inputs
@@ -44,7 +43,7 @@ def look(model: nn.Module, *batches: dict[str, Any], **settings: Any) -> HiddenT
 
 
 def layers_of(model: nn.Module, stack: str) -> list[nn.Module]:
-    return [layer.module for layer in find_layers(Catalogue(model)) if layer.stack == stack]
+    return [layer.module for layer in Catalogue(model).layers() if layer.stack == stack]
 
 
 def assert_equals_jacobian(

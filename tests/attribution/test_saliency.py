@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attnlens import AttnLensError, HiddenTokenAttribution, InputError, Lens, TokenSaliency
-from attnlens.tap.outputs import output_tensors
+from attnlens.tap.passing import output_tensors
 from attnlens.tap.sites import Catalogue
-from attnlens.tap.stacks import find_layers
 from tests.support.chains import build_chain
 from tests.support.hooks import Siamese, hooks, is_clean
 from tests.support.models import LAYERS, text_inputs
@@ -128,7 +127,7 @@ def test_gradients_under_accumulation_and_checkpointing(way: str) -> None:
 def test_families(name: str) -> None:
     model, batch = build_chain(name), text_inputs((8, 8))
     kept: list[Tensor] = []
-    layer = find_layers(Catalogue(model))[0].module
+    layer = Catalogue(model).layers()[0].module
     handle = layer.register_forward_hook(lambda m, args, out: kept.extend(output_tensors(out)[:1]))
     loss = loss_of(model(**batch))
     handle.remove()
@@ -229,6 +228,6 @@ def test_nothing_is_kept_without_gradients() -> None:
     model, saliency = build_chain("bert"), TokenSaliency()
     with torch.no_grad(), Lens(model, saliency) as lens:
         model(**text_inputs())
-        assert lens._layer_tap is not None
-        assert not lens._layer_tap._late and not lens._layer_tap._tails
+        layers = lens._tap.layers if lens._tap is not None else None
+        assert layers is not None and not layers._late and not layers._tails
     assert not saliency.last

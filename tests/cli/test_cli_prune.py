@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from attnlens import load_pruned, mask_heads
 from attnlens.cli.commands import app
 from attnlens.demo import model_folder
-from attnlens.pruning.plan import HeadPlan
+from attnlens.pruning.plan import Plan
 from attnlens.pruning.scores import head_scores
 from tests.support.commands import without_frame
 
@@ -57,7 +57,7 @@ def test_the_plan_holds_the_lowest_scores(folder: Path, text: Path, tmp_path: Pa
     model, batch = BertModel.from_pretrained(folder).eval(), tokens(folder)
     scores = head_scores(model, ["output_norm"], [batch])["output_norm"]
     lowest = {divmod(int(index), 4) for index in scores.flatten().argsort()[:2]}
-    plan = HeadPlan.read(path)
+    plan = Plan.read(path)
     assert {(layer, h) for (_, layer), heads in plan.heads.items() for h in heads} == lowest
     note = json.loads(path.read_text())
     assert (
@@ -78,9 +78,9 @@ def test_the_heads_are_removed_on_request(folder: Path, text: Path, tmp_path: Pa
     result = run(folder, "--data", text, "--plan", path, *options)
     assert result.exit_code == 0, result.stderr
     assert "heads        8 → 4" in result.stdout
-    assert {len(heads) for heads in HeadPlan.read(path).heads.values()} == {2}
+    assert {len(heads) for heads in Plan.read(path).heads.values()} == {2}
     model, batch = BertModel.from_pretrained(folder).eval(), tokens(output)
-    with torch.no_grad(), mask_heads(model, HeadPlan.read(path)):
+    with torch.no_grad(), mask_heads(model, Plan.read(path)):
         expected = model(**batch).last_hidden_state
     with torch.no_grad():
         assert torch.equal(load_pruned(output)(**batch).last_hidden_state, expected)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import attnlens
 from attnlens import HiddenTokenAttribution, InputError, Lens
 from attnlens.corpus import Corpus, Fields, Record, Rejected
-from attnlens.corpus.chunks import batches, chunks
+from attnlens.corpus.chunks import chunks
 from attnlens.corpus.readers import entries_of
 from attnlens.corpus.sums import ExactSums
 from attnlens.corpus.token_labels import TokenLabels
@@ -224,21 +224,6 @@ def test_chunks_hold_every_record_once(kinds: list[bool], size: int) -> None:
     clean = list(chunks(records, size, lambda *entry: told.append(entry)))
     assert [chunk.digest for chunk in clean] == [chunk.digest for chunk in found]
     assert len(told) == len(entries) - len(records)
-
-
-@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 9), st.integers(1, 200))
-def test_passesare_of_similar_length_and_bounded(
-    lengths: list[int], most: int, tokens: int
-) -> None:
-    found = list(batches(lengths, most, tokens))
-    assert sorted(index for batch in found for index in batch) == list(range(len(lengths)))
-    flat = [lengths[index] for batch in found for index in batch]
-    assert flat == sorted(flat, reverse=True)
-    for batch in found:
-        longest = max(lengths[index] for index in batch)
-        assert len(batch) <= most and (len(batch) == 1 or longest * len(batch) <= tokens)
-    for batch in found[:-1]:  # no batch had room for one more text
-        assert len(batch) == most or lengths[batch[0]] * (len(batch) + 1) > tokens
 
 
 class Total(SumObserver):

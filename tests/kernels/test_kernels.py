@@ -115,7 +115,9 @@ def test_each_head_is_factorised_for_itself(backend):
     assert factor.rank.flatten().tolist() == [12, 7, 0, 0, 5, 11]
     check_factor(factor, poisoned, keys)
     alone = kernels.gram_factor(value[:1, :1], backend=backend)
-    assert torch.equal(alone.whitening[0, 0], factor.whitening[0, 0])
+    # A product in a batch of its own may be added in another order.
+    error = (alone.whitening - factor.whitening[:1, :1]).abs().max()
+    assert error <= 1e-12 * factor.whitening[0, 0].abs().max()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

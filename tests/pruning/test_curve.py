@@ -12,7 +12,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from attnlens import HeadStatistics, InputError, Lens, NonFiniteError, prune_heads, pruning_curve
-from attnlens.pruning.curve_result import PruningCurve
+from attnlens.pruning.curve import PruningCurve
 from attnlens.pruning.scores import SCORES, STATISTICS, head_scores
 from tests.support import heads, models
 from tests.support.hooks import is_clean

@@ -20,7 +20,7 @@ from attnlens import (
     prune_heads,
 )
 from attnlens.errors import CaptureError, UnsupportedAttentionError
-from attnlens.pruning.headed import output_weight
+from attnlens.pruning.division import output_weight
 from attnlens.pruning.mask import masking
 from attnlens.pruning.plan import resolve
 from tests.support import heads, models

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnlens import InputError, load_pruned, mask_heads, prune_heads, save_pruned
-from attnlens.pruning.plan import HeadPlan
-from attnlens.pruning.storage import export_masked
+from attnlens.pruning import Plan, export_masked
 from tests.support import heads, models
 from tests.support.hooks import is_clean
 
@@ -183,13 +182,13 @@ def test_plans_are_plain_json(tmp_path: Path) -> None:
         pass
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({**plan.to_dict(), "score": "random"}))
-    assert HeadPlan.read(path) == plan and len(plan) == 2
-    with mask_heads(heads.build("bert"), HeadPlan.read(path)) as again:
+    assert Plan.read(path) == plan and len(plan) == 2
+    with mask_heads(heads.build("bert"), Plan.read(path)) as again:
         assert again == plan
     for content in ("{", "[]", "{}", '{"format": 1, "heads": [{"stack": "a"}]}', '{"format": 2}'):
         path.write_text(content)
         with pytest.raises(InputError):
-            HeadPlan.read(path)
+            Plan.read(path)
     path.write_text('{"format": 2, "heads": []}')
     with pytest.raises(InputError, match="format 2"):
-        HeadPlan.read(path)
+        Plan.read(path)

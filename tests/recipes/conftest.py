@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from attnlens.texts.loading import TextModel, text_model
+from attnlens.texts.batching import TextModel
+from attnlens.texts.loading import text_model
 from tests.support import scanning
 
 

@@ -29,7 +29,8 @@ from attnlens.recipes.page_content import PageContent
 from attnlens.recipes.sentence import SentenceAttribution, attribute_sentence
 from attnlens.recipes.text_drift import TextDrift, compare_on_texts
 from attnlens.saving import load
-from attnlens.texts.loading import TextModel, text_model
+from attnlens.texts.batching import TextModel
+from attnlens.texts.loading import text_model
 from tests.support import scanning
 
 TEXTS = scanning.texts(20)

@@ -74,7 +74,7 @@ def opened(browser, results, folder, tokens, scheme="light", **choices):
 def drawn(browser):
     """Wait until the page shows what was chosen last."""
     busy = "const p = document.getElementById('page'); return p && p.getAttribute('aria-busy')"
-    WebDriverWait(browser, 300).until(lambda b: b.execute_script(busy) == "false")
+    WebDriverWait(browser, 1200).until(lambda b: b.execute_script(busy) == "false")
 
 
 def choose(browser, **choices):
@@ -104,7 +104,7 @@ def hover(browser, plot, column, row, axes="x"):
     actions.w3c_actions.pointer_action.move_to_location(int(x) + 3, int(y) + 3)
     actions.w3c_actions.pointer_action.move_to_location(int(x), int(y))
     actions.perform()
-    found = WebDriverWait(browser, 100).until(
+    found = WebDriverWait(browser, 1200).until(
         lambda b: b.find_elements(By.CSS_SELECTOR, f"#{plot} .hoverlayer .hovertext")
     )
     return found[0].text

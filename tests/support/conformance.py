@@ -1,6 +1,6 @@
 """The conformance suite's findings as a table, and the script that writes it into the README.
 
-    python -m tests.conformance
+    python -m tests.support.conformance
 
 builds every architecture of the zoo, asks `attnlens.check` for its verdict and rewrites the
 section of the README between the two markers.

@@ -109,8 +109,11 @@ def main() -> None:
         ranks(out, die=True)
     except processes.ProcessExitedException as killed:
         assert killed.signal_name == "SIGKILL"
+    except processes.ProcessRaisedException as lost:
+        assert lost.error_index == 0  # it may be told first that the other is gone
     left = [load_state(path)[1] for path in out.glob("*.safetensors")]
-    assert left and not any(state["finished"] for state in left), left
+    # The other may have finished its half by then, or not.
+    assert [state for state in left if state["shard"][0] == 1 and not state["finished"]], left
     ranks(out, die=False)
 
 

@@ -109,3 +109,33 @@ def test_a_function_fetched_inside_a_lens_outlives_it() -> None:
     with Lens(model, recording), torch.no_grad():
         model(hidden_states())
     assert len(recording.captures) == 2
+
+
+class OwnSoftmax(nn.Module):
+    """Attention outside the interface."""
+
+    num_heads = HEADS
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = TinyAttention()
+        self.inputs, self.output = inner.inputs, inner.output
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = (
+            linear(hidden).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for linear in self.inputs
+        )
+        context = (query @ key.mT * 0.3).softmax(-1) @ value
+        return self.output(context.transpose(1, 2).flatten(2))
+
+
+def test_a_stack_may_use_the_interface_in_some_layers_only() -> None:
+    model = nn.Sequential(TinyAttention(), OwnSoftmax(), TinyAttention())
+    recording = Recording()
+    with Lens(model, recording), torch.no_grad():
+        model(hidden_states())
+    assert [capture.site for capture in recording.captures] == ["0", "1", "2"]
+    assert len({(capture.stack, capture.layer) for capture in recording.captures}) == 3
+    for capture in recording.captures:
+        torch.testing.assert_close(capture.attention() @ capture.value, capture.context)
+        assert capture.projection is not None

@@ -16,7 +16,6 @@ from attnlens.capture import LayerCapture
 from attnlens.observer import LayerObserver
 from attnlens.tap.hooks import is_suspended, suspended
 from attnlens.tap.sites import Catalogue
-from attnlens.tap.stacks import find_layers
 from tests.support.chains import CHAINS, build_chain
 from tests.support.hooks import is_clean
 from tests.support.models import TEXT, initialise, outputs, text_inputs
@@ -63,7 +62,7 @@ def test_layers_are_found_by_structure() -> None:
         ],
     }
     for name, names in expected.items():
-        assert [layer.name for layer in find_layers(Catalogue(build_chain(name)))] == names
+        assert [layer.name for layer in Catalogue(build_chain(name)).layers()] == names
 
 
 def test_encoders_and_decoders_are_told_apart() -> None:

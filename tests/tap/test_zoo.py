@@ -1,6 +1,5 @@
 import random
 import socket
-from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from tests.support import zoo
+from tests.support.models import outputs
 from tests.support.zoo.catalogue import Catalogue
 from tests.support.zoo.example import select
 
@@ -20,18 +20,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("The zoo must not reach the network.")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-
-
-def tensors(output: object) -> Iterator[Tensor]:
-    """Yield every tensor of a model output, however nested."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors(value)
-    elif isinstance(output, tuple | list):
-        for value in output:
-            yield from tensors(value)
 
 
 def global_state() -> tuple[object, ...]:
@@ -57,9 +45,9 @@ def test_builds_runs_and_is_finite(name: str) -> None:
     assert example.name == name
     assert not example.model.training
     with torch.no_grad():
-        outputs = list(tensors(example.model(**example.inputs)))
-    assert outputs
-    for output in outputs:
+        tensors = list(outputs(example.model(**example.inputs)).values())
+    assert tensors
+    for output in tensors:
         if name in INFINITE_PADDING:
             output = output[~output.isinf()]
         assert torch.isfinite(output).all()
@@ -136,7 +124,7 @@ def test_dtype_applies_to_parameters_and_inputs(name: str, dtype: torch.dtype) -
             dtype if usual.inputs[argument].is_floating_point() else usual.inputs[argument].dtype
         )
     with torch.no_grad():
-        output = next(tensors(example.model(**example.inputs)))
+        output, *_ = outputs(example.model(**example.inputs)).values()
     assert output.dtype == dtype
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnlens import HeadStatistics, Lens, Recording
 from attnlens.attention.statistics import HeadStatisticsResult
+from attnlens.texts.batching import TokenisedTexts
 from tests.support import models
 
 LENGTHS = (19, 6, 3, 1, 12)
@@ -90,3 +93,19 @@ def test_padding_on_the_left(name: str) -> None:
     right, left = look(model, batch)[0], look(model, flipped)[0]
     for field, values in right.tensors().items():
         torch.testing.assert_close(left.tensors()[field], values, rtol=1e-9, atol=1e-9)
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 9), st.integers(1, 200))
+def test_batches_are_of_similar_length_and_bounded(
+    lengths: list[int], most: int, tokens: int
+) -> None:
+    texts = TokenisedTexts({"input_ids": [[0] * length for length in lengths]}, truncated=0)
+    found = list(texts.groups(most, tokens))
+    assert sorted(index for batch in found for index in batch) == list(range(len(lengths)))
+    flat = [lengths[index] for batch in found for index in batch]
+    assert flat == sorted(flat, reverse=True)
+    for batch in found:
+        longest = max(lengths[index] for index in batch)
+        assert len(batch) <= most and (len(batch) == 1 or longest * len(batch) <= tokens)
+    for batch in found[:-1]:  # no batch had room for one more text
+        assert len(batch) == most or lengths[batch[0]] * (len(batch) + 1) > tokens

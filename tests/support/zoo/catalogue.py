@@ -67,7 +67,7 @@ class Catalogue:
             *names: Model types.
             model_class: Name of the class to build.
             padding_leaks: Why the outputs of real tokens depend on padding.
-            **overrides: Fields of the configuration, as for `tests.zoo.shrink.tiny`.
+            **overrides: Fields of the configuration, as for `tests.support.zoo.shrink.tiny`.
         """
 
         def recipe(model_type: str) -> Recipe:

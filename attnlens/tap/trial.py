@@ -1,22 +1,73 @@
-"""Small example inputs for a model, from what its configuration says."""
+"""A trial run of a model, on small inputs that its configuration describes."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnlens.errors import InputError
+from attnlens.tap.passing import output_tensors
+from attnlens.tap.sites import pretrained_inside
 
 _TOKENS = 12
 _PADDING = 4
 
 
+class Trial:
+    """A forward pass on small inputs that leaves no trace in the model or the random state.
+
+    Args:
+        model: a `PreTrainedModel`, or any module with one inside.
+        inputs: keyword inputs of the model; made up for the pretrained model by default.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any] | None = None) -> None:
+        self.model = model
+        self._called = model
+        if inputs is None:
+            self._called = pretrained = pretrained_inside(model)
+            inputs = example_inputs(pretrained)
+        self._inputs = dict(inputs)
+
+    def __call__(self) -> list[Tensor]:
+        """Run the model in evaluation mode, always with the same random numbers.
+
+        Returns:
+            Every tensor it returned.
+        """
+        cuda = {p.device.index or 0 for p in self.model.parameters() if p.device.type == "cuda"}
+        with evaluating(self.model), torch.random.fork_rng(sorted(cuda)):
+            torch.manual_seed(0)
+            return output_tensors(self._called(**self._inputs))
+
+
+@contextmanager
+def modes_restored(model: nn.Module) -> Iterator[None]:
+    """Put every module back into training or evaluation mode, as it was, after a block."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Keep a model in evaluation mode for a block; afterwards every module is as it was."""
+    with modes_restored(model):
+        model.eval()
+        yield
+
+
 def example_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Make two examples that a model accepts, the second padded where the model takes a mask.
+    """Make up two examples for a model, the second padded where the model takes a mask.
 
     Args:
         model: a pretrained model of text, images or audio.

@@ -9,9 +9,10 @@ behind rotary embeddings, norms and grouped queries, and tables that hold a colu
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,77 +20,69 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from attnlens.errors import InputError
-from attnlens.pruning.heads import LayerHeads, Probe
+from attnlens.pruning.heads import LayerHeads
 from attnlens.tap.hooks import Hook, Replacement
 from attnlens.tap.projection import is_linear
+from attnlens.tap.trial import Trial
 
 
 @dataclass(frozen=True, eq=False)
-class HeadedWeight:
-    """A dimension of a weight along which heads lie.
+class Division:
+    """How the indices along a dimension are divided among heads.
+
+    Attributes:
+        dim: number of the dimension.
+        owners: `[H, size]` bool, the heads that use each index; several for grouped queries.
+    """
+
+    dim: int
+    owners: Tensor
+
+    def used_by(self, heads: Iterable[int]) -> Tensor:
+        """List the indices that some of the heads use, in ascending order."""
+        return self.owners[list(heads)].any(0).nonzero()[:, 0]
+
+    def kept(self, pruned: Collection[int]) -> Tensor:
+        """List the indices that some head uses that is not pruned, in ascending order."""
+        return self.used_by(head for head in range(len(self.owners)) if head not in pruned)
+
+
+@dataclass(frozen=True, eq=False)
+class DividedWeight(Division):
+    """A weight that is divided among heads along a dimension.
 
     Attributes:
         module: the module that has the weight.
         name: its name there.
-        dim: the dimension.
-        owners: `[H, size]` bool, the heads that use each index; several for grouped queries.
     """
 
     module: nn.Module
     name: str
-    dim: int
-    owners: Tensor
 
     @property
     def tensor(self) -> nn.Parameter:
         """The weight as it is now."""
-        return getattr(self.module, self.name)
+        return self.module.get_parameter(self.name)
 
     @property
     def is_matrix(self) -> bool:
         """Whether it is the matrix of a linear module."""
         return is_linear(self.module) and self.tensor.dim() > 1
 
-    def kept(self, pruned: Sequence[int]) -> Tensor:
-        """Indices that some remaining head uses.
-
-        Args:
-            pruned: heads that go.
-
-        Returns:
-            The indices in ascending order.
-        """
-        return _kept(self.owners, pruned)
-
 
 @dataclass(frozen=True, eq=False)
-class HeadedArgument:
+class DividedArgument(Division):
     """An argument of an attention module that holds a slice per head, such as a position bias.
 
     Attributes:
         name: keyword, or position.
-        dim: the dimension along which heads lie.
-        owners: `[H, size]` bool.
     """
 
     name: str | int
-    dim: int
-    owners: Tensor
-
-    def kept(self, pruned: Sequence[int]) -> Tensor:
-        """Indices that some remaining head uses.
-
-        Args:
-            pruned: heads that go.
-
-        Returns:
-            The indices in ascending order.
-        """
-        return _kept(self.owners, pruned)
 
 
 @dataclass(frozen=True, eq=False)
-class HeadedLayer:
+class LayerDivision:
     """Everything of one attention layer that is divided among its heads.
 
     Attributes:
@@ -103,8 +96,8 @@ class HeadedLayer:
     layer: LayerHeads
     root: str
     scope: str
-    weights: tuple[HeadedWeight, ...]
-    arguments: tuple[HeadedArgument, ...]
+    weights: tuple[DividedWeight, ...]
+    arguments: tuple[DividedArgument, ...]
 
 
 @dataclass(eq=False)
@@ -119,11 +112,11 @@ class _Trail:
     received: Tensor | None = None
 
 
-def find_headed(probe: Probe, layers: Sequence[LayerHeads]) -> list[HeadedLayer]:
+def find_divisions(trial: Trial, layers: Sequence[LayerHeads]) -> list[LayerDivision]:
     """Find the weights and arguments of each layer that are divided among its heads.
 
     Args:
-        probe: runs the model.
+        trial: runs the model.
         layers: its heads; those without projection are left out.
 
     Returns:
@@ -132,19 +125,19 @@ def find_headed(probe: Probe, layers: Sequence[LayerHeads]) -> list[HeadedLayer]
     Raises:
         InputError: if weights are adapted or quantised, so that they cannot be divided.
     """
-    modules = dict(probe.model.named_modules())
+    modules = dict(trial.model.named_modules())
     sites = {layer.site for layer in layers}
-    first: dict[int, LayerHeads] = {}
+    first: dict[nn.Module, LayerHeads] = {}
     for layer in layers:
         if layer.projection is not None:
-            first.setdefault(id(layer.projection), layer)
+            first.setdefault(layer.projection, layer)
     trails = [_trail(modules, layer, sites) for layer in first.values()]
-    tensors = [getattr(module, name) for trail in trails for module, name in trail.weights]
+    tensors = [module.get_parameter(name) for trail in trails for module, name in trail.weights]
     with _requiring_grad(tensors), ExitStack() as stack, torch.enable_grad():
         for trail in trails:
             _follow(trail, modules[trail.layer.site], stack)
-        probe()
-        return [_headed(trail, modules[trail.layer.site]) for trail in trails]
+        trial()
+        return [_division(trail, modules[trail.layer.site]) for trail in trails]
 
 
 def computes_position_bias(module: nn.Module) -> bool:
@@ -187,16 +180,18 @@ def head_layout(support: Tensor) -> Tensor | None:
             continue
         block = size // (repeats * len(groups))
         slots = torch.arange(size) // block % len(groups)
-        seen = [set(index[slots == slot].tolist()) & set(groups) for slot in range(len(groups))]
-        if all(len(found) == 1 for found in seen) and len(set.union(*seen)) == len(groups):
-            order = torch.tensor([found.pop() for found in seen])
-            return columns[:, order[slots]].bool()
+        inside = [set(index[slots == slot].tolist()) & set(groups) for slot in range(len(groups))]
+        if all(len(group) == 1 for group in inside) and len(set.union(*inside)) == len(groups):
+            order = torch.tensor([group.pop() for group in inside])
+            owners: Tensor = columns[:, order[slots]].bool()
+            return owners
     return None
 
 
 def _trail(modules: dict[str, nn.Module], layer: LayerHeads, sites: set[str]) -> _Trail:
     """Name the weights that may be divided among the heads of a layer."""
-    root = _common_ancestor(layer.site, layer.name)
+    pairs = zip(layer.site.split("."), layer.name.split("."), strict=False)
+    root = ".".join(left for left, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     prefix = f"{root}." if root else ""
     alone = not any(s != layer.site and s.startswith(prefix) for s in sites)
     scope = root if alone else layer.site
@@ -210,15 +205,6 @@ def _trail(modules: dict[str, nn.Module], layer: LayerHeads, sites: set[str]) ->
         if parameter.is_floating_point() and not _is_shared_table(module, inner)
     ]
     return _Trail(layer, root, scope, weights)
-
-
-def _common_ancestor(site: str, projection: str) -> str:
-    shared = []
-    for left, right in zip(site.split("."), projection.split("."), strict=False):
-        if left != right:
-            break
-        shared.append(left)
-    return ".".join(shared)
 
 
 def _require_plain(module: nn.Module, layer: LayerHeads) -> None:
@@ -279,53 +265,38 @@ def _follow(trail: _Trail, site: nn.Module, stack: ExitStack) -> None:
     stack.callback(trail.layer.projection.register_forward_pre_hook(Hook(arrive)).remove)
 
 
-def _headed(trail: _Trail, site: nn.Module) -> HeadedLayer:
+def _division(trail: _Trail, site: nn.Module) -> LayerDivision:
     """Take the derivatives of each head's context and read the division off them."""
     layer = trail.layer
-    tensors = [getattr(module, name) for module, name in trail.weights]
+    tensors = [module.get_parameter(name) for module, name in trail.weights]
     supports = _supports(trail, [*tensors, *trail.arguments.values()])
     weights = [
-        HeadedWeight(module, name, dim, owners)
+        DividedWeight(dim, owners, module, name)
         for (module, name), support in zip(trail.weights, supports, strict=False)
         for dim, owners in _divided(support)
         if not (name == "bias" and is_linear(module))
     ]
     weights += [
-        HeadedWeight(weight.module, "bias", 0, weight.owners)
+        DividedWeight(0, weight.owners, weight.module, "bias")
         for weight in weights
-        if weight.dim == output_dim(weight.module)
+        if weight.dim == _output_dim(weight.module)
         and isinstance(getattr(weight.module, "bias", None), nn.Parameter)
     ]
     cut = [weight.tensor for weight in weights]
+    named = zip(trail.arguments.items(), supports[len(tensors) :], strict=True)
     arguments = [
-        HeadedArgument(name, dim, owners)
-        for (name, argument), support in zip(
-            trail.arguments.items(), supports[len(tensors) :], strict=True
-        )
+        DividedArgument(dim, owners, name)
+        for (name, argument), support in named
         for dim, owners in _divided(support)
         if not _depends_on(argument, cut)
     ]
     if computes_position_bias(site) and not arguments:
-        arguments.append(HeadedArgument("position_bias", 1, torch.eye(layer.heads).bool()))
+        arguments.append(DividedArgument(1, torch.eye(layer.heads).bool(), "position_bias"))
     weights.append(output_weight(layer))
-    return HeadedLayer(layer, trail.root, trail.scope, tuple(weights), tuple(arguments))
+    return LayerDivision(layer, trail.root, trail.scope, tuple(weights), tuple(arguments))
 
 
-def output_dim(module: nn.Module) -> int | None:
-    """Which dimension of a linear module's weight holds its outputs.
-
-    Args:
-        module: any module.
-
-    Returns:
-        0 or, in `Conv1D`, 1; None where the module is not linear.
-    """
-    if isinstance(module, Conv1D):
-        return 1
-    return 0 if is_linear(module) else None
-
-
-def output_weight(layer: LayerHeads) -> HeadedWeight:
+def output_weight(layer: LayerHeads) -> DividedWeight:
     """Divide the weight of W_O among the heads it reads.
 
     Args:
@@ -337,7 +308,14 @@ def output_weight(layer: LayerHeads) -> HeadedWeight:
     assert layer.projection is not None
     owners = torch.eye(layer.heads).bool().repeat_interleave(layer.width, 1)
     dim = 0 if isinstance(layer.projection, Conv1D) else 1
-    return HeadedWeight(layer.projection, "weight", dim, owners)
+    return DividedWeight(dim, owners, layer.projection, "weight")
+
+
+def _output_dim(module: nn.Module) -> int | None:
+    """Which dimension of a linear module's weight holds its outputs; None if it is not linear."""
+    if isinstance(module, Conv1D):
+        return 1
+    return 0 if is_linear(module) else None
 
 
 def _supports(trail: _Trail, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -345,7 +323,7 @@ def _supports(trail: _Trail, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     layer, received = trail.layer, trail.received
     if received is None or not received.requires_grad:
         return [[] for _ in tensors]
-    contexts = received.movedim(layer.axis, -1).unflatten(-1, (layer.heads, layer.width))
+    contexts = layer.contexts(received)
     generator = torch.Generator().manual_seed(0)
     mixture = torch.randn(contexts.shape, generator=generator).to(contexts)
     heads = []
@@ -363,13 +341,14 @@ def _touched(gradient: Tensor | None, tensor: Tensor) -> list[Tensor]:
     """For each dimension, the indices at which a gradient is not zero."""
     if gradient is None:
         return [torch.zeros(size, dtype=torch.bool) for size in tensor.shape]
-    seen = (gradient != 0).cpu()
-    return [seen.movedim(dim, 0).reshape(seen.shape[dim], -1).any(1) for dim in range(seen.dim())]
+    touched = (gradient != 0).cpu()
+    sizes = enumerate(touched.shape)
+    return [touched.movedim(dim, 0).reshape(size, -1).any(1) for dim, size in sizes]
 
 
-def _divided(support: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    for dim, seen in enumerate(support):
-        owners = head_layout(seen)
+def _divided(supports: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    for dim, support in enumerate(supports):
+        owners = head_layout(support)
         if owners is not None:
             yield dim, owners
 
@@ -380,9 +359,3 @@ def _depends_on(tensor: Tensor, others: Sequence[Tensor]) -> bool:
     total = tensor.sum()
     grads = torch.autograd.grad(total, others, retain_graph=True, allow_unused=True)
     return any(gradient is not None for gradient in grads)
-
-
-def _kept(owners: Tensor, pruned: Sequence[int]) -> Tensor:
-    remaining = torch.ones(len(owners), dtype=torch.bool)
-    remaining[list(pruned)] = False
-    return owners[remaining].any(0).nonzero()[:, 0]
