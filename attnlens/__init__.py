@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnlens.attention.importance import HeadImportance
 from attnlens.attention.labels import LabelAttention
+from attnlens.attention.layer_health import LayerHealth
 from attnlens.attention.maps import EffectiveAttention
 from attnlens.attention.recording import Recording
 from attnlens.attention.statistics import HeadStatistics
@@ -65,6 +66,7 @@ __all__ = [
     "HeadImportance",
     "EffectiveAttention",
     "LabelAttention",
+    "LayerHealth",
     "HiddenTokenAttribution",
     "TokenSaliency",
     "TokenIdentifiability",

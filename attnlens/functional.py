@@ -11,7 +11,8 @@ from attnlens.algebra.rowwise import RowFactor
 from attnlens.algebra.softmax import attention_weights
 from attnlens.attention.gates import head_importance
 from attnlens.attention.label_sums import LabelMeans
-from attnlens.attention.of_tensors import head_statistics, label_attention
+from attnlens.attention.layer_health import layer_health
+from attnlens.attention.of_tensors import head_health, head_statistics, label_attention
 from attnlens.attribution.box_plots import box_statistics, share_histogram
 from attnlens.attribution.jacobian import Attribution, attribution_norms, hidden_token_attribution
 from attnlens.attribution.sketches import (
@@ -55,9 +56,11 @@ __all__ = [
     # effective attention
     "attention_weights",
     "effective_attention",
+    "head_health",
     "head_importance",
     "head_statistics",
     "label_attention",
+    "layer_health",
     "value_basis",
     # identifiability of one attention call
     "identifiability",

@@ -2,18 +2,22 @@
 
 from attnlens.attention.importance import HeadImportance, HeadImportanceResult
 from attnlens.attention.labels import LabelAttention, LabelAttentionResult
+from attnlens.attention.layer_health import LayerHealth, LayerHealthResult
 from attnlens.attention.maps import AttentionMap, EffectiveAttention
 from attnlens.attention.recording import Recording
-from attnlens.attention.statistics import HeadStatistics, HeadStatisticsResult
+from attnlens.attention.statistics import HeadHealthResult, HeadStatistics, HeadStatisticsResult
 
 __all__ = [
     "AttentionMap",
     "EffectiveAttention",
+    "HeadHealthResult",
     "HeadImportance",
     "HeadImportanceResult",
     "HeadStatistics",
     "HeadStatisticsResult",
     "LabelAttention",
     "LabelAttentionResult",
+    "LayerHealth",
+    "LayerHealthResult",
     "Recording",
 ]
