@@ -13,6 +13,8 @@ from attnlens.attention.importance import HeadImportance
 from attnlens.attention.labels import LabelAttention
 from attnlens.attention.layer_health import LayerHealth
 from attnlens.attention.maps import EffectiveAttention
+from attnlens.attention.mixing import ResidualMixing
+from attnlens.attention.norm_statistics import NormStatistics
 from attnlens.attention.recording import Recording
 from attnlens.attention.statistics import HeadStatistics
 from attnlens.attribution.hidden_tokens import HiddenTokenAttribution
@@ -67,6 +69,8 @@ __all__ = [
     "EffectiveAttention",
     "LabelAttention",
     "LayerHealth",
+    "NormStatistics",
+    "ResidualMixing",
     "HiddenTokenAttribution",
     "TokenSaliency",
     "TokenIdentifiability",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnlens.algebra.factors import ValueBasis
+from attnlens.algebra.norm_weights import summed_norms
 from attnlens.algebra.problem import problem
 from attnlens.algebra.rowwise import RowFactor
 from attnlens.algebra.softmax import AttentionRows, EmptyRows
@@ -18,6 +19,7 @@ from attnlens.algebra.supports import Support, support_of
 from attnlens.algebra.values import Reach, reach_of, repeated
 from attnlens.errors import CaptureError
 from attnlens.kernels import Backend
+from attnlens.kernels.torch_gram import selected_rows
 from attnlens.results import facts_html
 from attnlens.saving import storable
 
@@ -341,11 +343,39 @@ class Capture:
         Raises:
             CaptureError: where H is not known, with the reason.
         """
+        return self.value @ self.required_projection().to(self.value.dtype)
+
+    def required_projection(self) -> Tensor:
+        """Return per-head H, `[H, D, M]`.
+
+        Raises:
+            CaptureError: where H is not known, with the reason.
+        """
         if self.output_projection is None:
             raise CaptureError(
                 f"{self.site} has no per-head output projection: {self.projection_reason}"
             )
-        return self.value @ self.output_projection.weight.to(self.value.dtype)
+        return self.output_projection.weight
+
+    def norm_weighted_attention(self, *, summed: bool = False) -> Tensor:
+        """Compute norm-weighted attention, `p_ij ‖T_j‖` (Kobayashi et al., EMNLP 2020).
+
+        Args:
+            summed: over heads as vectors, `‖Σ_h p^h_ij T^h_j‖`, which takes a known H.
+
+        Returns:
+            `[B, H, Q, K]`, or summed `[B, Q, K]` float64. Where H is not known, V stands in for T.
+
+        Raises:
+            CaptureError: if neither A nor the queries and keys are known; or where H is not known
+                and heads are to be summed, with the reason.
+        """
+        posed = problem(self)
+        if not summed:
+            attention = self.attention()
+            return attention * posed.value_norms[..., None, :].to(attention.dtype)
+        value = selected_rows(self.value, self.support.keys, torch.float64)
+        return summed_norms(self.rows, value, self.required_projection())
 
     def _repr_html_(self) -> str:
         batch, heads, queries, keys, width = self.shape

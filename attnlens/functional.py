@@ -12,7 +12,13 @@ from attnlens.algebra.softmax import attention_weights
 from attnlens.attention.gates import head_importance
 from attnlens.attention.label_sums import LabelMeans
 from attnlens.attention.layer_health import layer_health
-from attnlens.attention.of_tensors import head_health, head_statistics, label_attention
+from attnlens.attention.norms import mixing_ratio, rollout
+from attnlens.attention.of_tensors import (
+    head_health,
+    head_statistics,
+    label_attention,
+    norm_statistics,
+)
 from attnlens.attribution.box_plots import box_statistics, share_histogram
 from attnlens.attribution.jacobian import Attribution, attribution_norms, hidden_token_attribution
 from attnlens.attribution.sketches import (
@@ -61,6 +67,9 @@ __all__ = [
     "head_statistics",
     "label_attention",
     "layer_health",
+    "mixing_ratio",
+    "norm_statistics",
+    "rollout",
     "value_basis",
     # identifiability of one attention call
     "identifiability",

@@ -255,6 +255,15 @@ class Problem:
         return self.over_all_keys.spectrum(self.root, self.heads)
 
     @cached_property
+    def value_norms(self) -> Tensor:
+        """Lengths `‖T_j‖ = √(v_j H Hᵀ v_jᵀ)`, `[B, H, K]` float64, zero at masked keys."""
+        values = selected_rows(self.values, self.support.keys, self.dtype)
+        if self.root is not None:
+            values = repeated(values, self.heads) @ self.root.to(values.dtype)
+        norms: Tensor = torch.linalg.vector_norm(values, dim=-1)
+        return repeated(norms, self.heads).double()
+
+    @cached_property
     def basis(self) -> ValueBasis | RowFactor:
         """What maps are projected with; heads that are not finite count as zero."""
         return self._basis(simplex=False)

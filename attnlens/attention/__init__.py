@@ -4,6 +4,8 @@ from attnlens.attention.importance import HeadImportance, HeadImportanceResult
 from attnlens.attention.labels import LabelAttention, LabelAttentionResult
 from attnlens.attention.layer_health import LayerHealth, LayerHealthResult
 from attnlens.attention.maps import AttentionMap, EffectiveAttention
+from attnlens.attention.mixing import ResidualMixing, ResidualMixingResult
+from attnlens.attention.norm_statistics import NormStatistics, NormStatisticsResult
 from attnlens.attention.recording import Recording
 from attnlens.attention.statistics import HeadHealthResult, HeadStatistics, HeadStatisticsResult
 
@@ -19,5 +21,9 @@ __all__ = [
     "LabelAttentionResult",
     "LayerHealth",
     "LayerHealthResult",
+    "NormStatistics",
+    "NormStatisticsResult",
     "Recording",
+    "ResidualMixing",
+    "ResidualMixingResult",
 ]

@@ -11,7 +11,6 @@ from attnlens.algebra.received import received_sums
 from attnlens.algebra.values import repeated
 from attnlens.attention.label_sums import label_means
 from attnlens.errors import InputError
-from attnlens.kernels.torch_gram import selected_rows
 
 
 def health_fields(problem: Problem, sinks: Tensor | None = None) -> dict[str, Tensor]:
@@ -35,8 +34,8 @@ def health_fields(problem: Problem, sinks: Tensor | None = None) -> dict[str, Te
     received, key = share.max(-1)
     return {
         "max_logit": largest,
-        "relative_entropy": _mean(relative, several),
-        "confidence": _mean(raw.maximum, active),
+        "relative_entropy": mean_of(relative, several),
+        "confidence": mean_of(raw.maximum, active),
         "received": torch.where(rows > 0, received, torch.nan),
         "received_key": key.double(),
         **_spectral_ranks(problem),
@@ -64,7 +63,7 @@ def _sink_fields(
     if sinks is None and problem.rows.sinks is not None:
         nothing = torch.zeros_like(columns[..., 0])
         return {
-            "sink_mass": _mean(1 - problem.row_sums.total, problem.active),
+            "sink_mass": mean_of(1 - problem.row_sums.total, problem.active),
             "effective_sink_mass": nothing,
             "sink_value_norm": nothing,
             "sink_first": nothing,
@@ -79,25 +78,16 @@ def _sink_fields(
         )
     sinks = sinks.to(real.device)
     means = label_means(problem, sinks[..., None], columns)
-    norms = value_norms(problem)
+    norms = problem.value_norms
     return {
         "sink_mass": means.raw[..., 0],
         "effective_sink_mass": means.effective[..., 0],
-        "sink_value_norm": _mean(norms, sinks[:, None] & real) / _mean(norms, real),
+        "sink_value_norm": mean_of(norms, sinks[:, None] & real) / mean_of(norms, real),
         "sink_first": sinks.gather(-1, most).double(),
     }
 
 
-def value_norms(problem: Problem) -> Tensor:
-    """Compute `τ_j = ‖T_j‖ = √(v_j H Hᵀ v_jᵀ)`, `[B, H, K]` float64, zero at masked keys."""
-    values = selected_rows(problem.values, problem.support.keys, problem.dtype)
-    if problem.root is not None:
-        values = repeated(values, problem.heads) @ problem.root.to(values.dtype)
-    norms: Tensor = torch.linalg.vector_norm(values, dim=-1)
-    return repeated(norms, problem.heads).double()
-
-
-def _mean(quantity: Tensor, counted: Tensor) -> Tensor:
+def mean_of(quantity: Tensor, counted: Tensor) -> Tensor:
     """Mean over the last axis of what counts; NaN where nothing does."""
     counted = counted.expand_as(quantity)
     mean: Tensor = torch.where(counted, quantity, 0.0).sum(-1) / counted.sum(-1)

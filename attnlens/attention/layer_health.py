@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from attnlens.algebra.values import working_dtype
+from attnlens.attention.example_means import example_means, example_sums
 from attnlens.capture import LayerCapture
 from attnlens.errors import InputError
-from attnlens.observer import LayerObserver, SumObserver, Sums, warn_of_skipped
+from attnlens.observer import LayerObserver, SumObserver, warn_of_skipped
 from attnlens.results import LayeredResult, LayerKey
 from attnlens.saving import storable
 
@@ -78,7 +79,10 @@ class LayerHealth(LayerObserver, SumObserver):
             layer: the call.
         """
         if layer.chosen and (self.layers is None or layer.layer in self.layers):
-            self.add((layer.stack, layer.layer), _sums(layer.output, layer.mask))
+            hidden, mask = layer.output, layer.mask
+            finite = torch.where(mask[..., None], hidden, 0.0).isfinite().flatten(1).all(-1)
+            sums = example_sums(layer_health(hidden, mask), mask.any(-1), finite)
+            self.add((layer.stack, layer.layer), sums)
 
     def compute(self) -> LayerHealthResult:
         """Average over everything seen.
@@ -89,7 +93,7 @@ class LayerHealth(LayerObserver, SumObserver):
         Raises:
             AttnLensError: if nothing was seen.
         """
-        layers, stacked = self.stacked(_averages)
+        layers, stacked = self.stacked(example_means)
         warn_of_skipped(stacked["skipped"], layers)
         return LayerHealthResult(layers, **stacked)
 
@@ -149,23 +153,3 @@ def layer_health(hidden: Tensor, mask: Tensor | None = None) -> dict[str, Tensor
         name: torch.where(some.view(-1, *[1] * (field.dim() - 1)), field, torch.nan)
         for name, field in fields.items()
     }
-
-
-def _sums(hidden: Tensor, mask: Tensor) -> Sums:
-    """Sums over the examples of one call that are real and finite, scalars and `[M]`."""
-    finite = torch.where(mask[..., None], hidden, 0.0).isfinite().flatten(1).all(-1)
-    real = mask.any(-1)
-    fields = layer_health(hidden, mask)
-    sums: Sums = {"examples": (finite & real).sum().double(), "skipped": (~finite).sum().double()}
-    for name, field in fields.items():
-        counted = field.isfinite() & (finite & real).view(-1, *[1] * (field.dim() - 1))
-        sums[name] = torch.where(counted, field, 0.0).sum(0)
-        sums[f"{name}_count"] = counted.sum(0).double()
-    return sums
-
-
-def _averages(sums: Sums) -> Sums:
-    """Turn a layer's sums into the fields of the result."""
-    names = ("collapse", "massive", "large_entries", "massive_entries", "massive_share")
-    means = {name: sums[name] / sums[f"{name}_count"] for name in names}
-    return {"examples": sums["examples"], "skipped": sums["skipped"], **means}

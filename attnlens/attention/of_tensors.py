@@ -9,6 +9,7 @@ from attnlens.algebra.null_space import null_space
 from attnlens.algebra.problem import Problem, plain_problem
 from attnlens.attention.health import health_fields
 from attnlens.attention.label_sums import LabelMeans, label_means
+from attnlens.attention.norms import norm_fields
 from attnlens.attention.statistics import example_fields
 from attnlens.errors import InputError
 from attnlens.observer import label_members
@@ -94,6 +95,43 @@ def head_health(
         (0.699..., 2.0)
     """
     return health_fields(_posed(attention, value, mask, projection, None, cross), sinks)
+
+
+@torch.no_grad()
+def norm_statistics(
+    attention: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    projection: Tensor | None = None,
+    *,
+    cross: bool = False,
+) -> dict[str, Tensor]:
+    """Compute what `NormStatistics` averages, for every example and head.
+
+    Args:
+        attention: `[B, H, Q, K]` attention probabilities before dropout.
+        value: `[B, H, K, D]` value vectors as the model multiplies them by A.
+        mask: bool, broadcastable to `[B, H, Q, K]`, True where a query may attend.
+        projection: `[H, D, M]` per-head slice of the output projection; None takes T = V.
+        cross: whether queries and keys are different tokens, even where there are as many.
+
+    Returns:
+        `[B, H]` float64 by name, see :class:`~attnlens.attention.NormStatisticsResult`.
+
+    Raises:
+        InputError: if shapes or types do not fit.
+        NonFiniteError: if a value that is attended to, or the projection, is not finite.
+
+    References:
+        Kobayashi et al., "Attention Is Not Only a Weight", EMNLP 2020.
+
+    Example:
+        >>> attention = torch.tensor([[[[0.5, 0.5]]]])
+        >>> value = torch.tensor([[[[1.0], [-1.0]]]])  # two values that cancel
+        >>> norm_statistics(attention, value)["cancellation"]
+        tensor([[0.]], dtype=torch.float64)
+    """
+    return norm_fields(_posed(attention, value, mask, projection, None, cross))
 
 
 @torch.no_grad()

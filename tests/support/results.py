@@ -17,6 +17,8 @@ from attnlens import (
     LayerHealth,
     Lens,
     MapTraining,
+    NormStatistics,
+    ResidualMixing,
     TokenIdentifiability,
     TokenSaliency,
 )
@@ -28,13 +30,13 @@ def one_of_each() -> dict[str, Any]:
     """Results of small models by the name of their class."""
     model, batch = models.build("bert"), models.inputs("bert")
     statistics, importance = HeadStatistics(), HeadImportance()
-    health, layers = HeadStatistics(fields="health"), LayerHealth()
+    more = HeadStatistics(fields="health"), LayerHealth(), NormStatistics(), ResidualMixing()
     saliency = TokenSaliency(label_names=("all",))
     rates = TokenIdentifiability(
         "linear", labels=None, neighbours=1, training=MapTraining(max_epochs=1, width=8), seed=1
     )
     attention = LabelAttention(lambda given: given["input_ids"] % 2, ("even", "odd"))
-    with Lens(model, statistics, importance, saliency, rates, attention, health, layers):
+    with Lens(model, statistics, importance, saliency, rates, attention, *more):
         for seed in range(8):
             lengths = tuple(range(4, 16))
             model(**models.text_inputs(lengths, seed)).last_hidden_state.square().sum().backward()
@@ -48,8 +50,7 @@ def one_of_each() -> dict[str, Any]:
     curve = attnlens.pruning_curve(whole, lambda model: 0.1, {"rising": rising}, 2)
     results = [
         statistics.compute(),
-        health.compute(),
-        layers.compute(),
+        *(observer.compute() for observer in more),
         importance.compute(),
         saliency.compute(),
         saliency.last[0],
