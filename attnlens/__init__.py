@@ -9,6 +9,7 @@ print(lens.summary())
 
 from typing import TYPE_CHECKING, Any
 
+from attnlens.attention.distributions import MinimalDistribution
 from attnlens.attention.importance import HeadImportance
 from attnlens.attention.labels import LabelAttention
 from attnlens.attention.layer_health import LayerHealth
@@ -69,6 +70,7 @@ __all__ = [
     "EffectiveAttention",
     "LabelAttention",
     "LayerHealth",
+    "MinimalDistribution",
     "NormStatistics",
     "ResidualMixing",
     "HiddenTokenAttribution",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnlens.algebra.factors import ValueBasis
+from attnlens.algebra.minimal_distribution import MinimalDistributions, minimal_distributions
 from attnlens.algebra.norm_weights import summed_norms
 from attnlens.algebra.problem import problem
 from attnlens.algebra.rowwise import RowFactor
@@ -356,6 +357,14 @@ class Capture:
                 f"{self.site} has no per-head output projection: {self.projection_reason}"
             )
         return self.output_projection.weight
+
+    def minimal_distribution(self) -> MinimalDistributions:
+        """Find the distribution of least norm that gives the output of every row.
+
+        Returns:
+            See :func:`attnlens.functional.minimal_distribution`.
+        """
+        return minimal_distributions(problem(self))
 
     def norm_weighted_attention(self, *, summed: bool = False) -> Tensor:
         """Compute norm-weighted attention, `p_ij ‖T_j‖` (Kobayashi et al., EMNLP 2020).

@@ -7,6 +7,7 @@ functional.effective_attention(attention, value, mask)
 
 from attnlens.algebra.effective import effective_attention, value_basis
 from attnlens.algebra.factors import ValueBasis
+from attnlens.algebra.minimal_distribution import MinimalDistributions
 from attnlens.algebra.rowwise import RowFactor
 from attnlens.algebra.softmax import attention_weights
 from attnlens.attention.gates import head_importance
@@ -17,6 +18,7 @@ from attnlens.attention.of_tensors import (
     head_health,
     head_statistics,
     label_attention,
+    minimal_distribution,
     norm_statistics,
 )
 from attnlens.attribution.box_plots import box_statistics, share_histogram
@@ -67,6 +69,7 @@ __all__ = [
     "head_statistics",
     "label_attention",
     "layer_health",
+    "minimal_distribution",
     "mixing_ratio",
     "norm_statistics",
     "rollout",
@@ -111,6 +114,7 @@ __all__ = [
     "Identifiability",
     "LabelMeans",
     "Maps",
+    "MinimalDistributions",
     "NormalEquations",
     "RealisabilityRank",
     "RowFactor",

@@ -23,7 +23,8 @@ KINDS = (
     "ResidualMixingResult HeadImportanceResult LabelAttentionResult "
     "HiddenTokenAttributionResult AttributionMatrices TokenSaliencyResult PassSaliency "
     "TokenIdentifiabilityResult HeadDrift Identifiability SimplexWitness SoftmaxWitness "
-    "RealisabilityRank Verdict PruningCurve Plan PruningReport AttentionMap"
+    "RealisabilityRank Verdict PruningCurve Plan PruningReport AttentionMap "
+    "MinimalDistributionResult"
 ).split()
 ELSEWHERE = {"Capture"}  # tests/test_saving.py
 

@@ -1,5 +1,6 @@
 """What is said of attention head by head: statistics, maps, labels, importance, recordings."""
 
+from attnlens.attention.distributions import MinimalDistribution, MinimalDistributionResult
 from attnlens.attention.importance import HeadImportance, HeadImportanceResult
 from attnlens.attention.labels import LabelAttention, LabelAttentionResult
 from attnlens.attention.layer_health import LayerHealth, LayerHealthResult
@@ -21,6 +22,8 @@ __all__ = [
     "LabelAttentionResult",
     "LayerHealth",
     "LayerHealthResult",
+    "MinimalDistribution",
+    "MinimalDistributionResult",
     "NormStatistics",
     "NormStatisticsResult",
     "Recording",

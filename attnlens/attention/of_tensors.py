@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnlens.algebra.minimal_distribution import MinimalDistributions, minimal_distributions
 from attnlens.algebra.null_space import null_space
 from attnlens.algebra.problem import Problem, plain_problem
 from attnlens.attention.health import health_fields
@@ -132,6 +133,48 @@ def norm_statistics(
         tensor([[0.]], dtype=torch.float64)
     """
     return norm_fields(_posed(attention, value, mask, projection, None, cross))
+
+
+@torch.no_grad()
+def minimal_distribution(
+    attention: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    projection: Tensor | None = None,
+    *,
+    cross: bool = False,
+) -> MinimalDistributions:
+    """Find the attention of least norm that is ≥ 0, keeps row sums and gives the same output.
+
+    For every row, `argmin ‖x‖²` subject to `x ≥ 0`, `supp x ⊆ S_i`, `Σ x = Σ a`, `x T = a T`: the
+    simplest distribution that does the same as `a`. It exists, because `a` is one, and is unique.
+
+    Args:
+        attention: `[B, H, Q, K]` attention probabilities before dropout.
+        value: `[B, H, K, D]` value vectors as the model multiplies them by A.
+        mask: bool, broadcastable to `[B, H, Q, K]`, True where a query may attend.
+        projection: `[H, D, M]` per-head slice of the output projection; None takes T = V.
+        cross: whether queries and keys are different tokens, even where there are as many.
+
+    Returns:
+        The distributions, `[B, H, Q, K]` float64, with residual and duality gap of every row. A
+        row that did not converge is returned as it is and says so.
+
+    Raises:
+        InputError: if shapes or types do not fit.
+        NonFiniteError: if a value that is attended to, or the projection, is not finite.
+
+    References:
+        Mehrotra, "On the Implementation of a Primal-Dual Interior Point Method", SIAM Journal on
+        Optimization, 1992.
+
+    Example:
+        >>> attention = torch.tensor([[[[0.6, 0.0, 0.3, 0.1]]]])
+        >>> value = torch.tensor([[[[1.0], [1.0], [0.0], [0.0]]]])  # two pairs of equal values
+        >>> minimal_distribution(attention, value).distribution
+        tensor([[[[0.3000, 0.3000, 0.2000, 0.2000]]]], dtype=torch.float64)
+    """
+    return minimal_distributions(_posed(attention, value, mask, projection, None, cross))
 
 
 @torch.no_grad()

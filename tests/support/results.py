@@ -17,6 +17,7 @@ from attnlens import (
     LayerHealth,
     Lens,
     MapTraining,
+    MinimalDistribution,
     NormStatistics,
     ResidualMixing,
     TokenIdentifiability,
@@ -31,6 +32,7 @@ def one_of_each() -> dict[str, Any]:
     model, batch = models.build("bert"), models.inputs("bert")
     statistics, importance = HeadStatistics(), HeadImportance()
     more = HeadStatistics(fields="health"), LayerHealth(), NormStatistics(), ResidualMixing()
+    more += (MinimalDistribution(),)
     saliency = TokenSaliency(label_names=("all",))
     rates = TokenIdentifiability(
         "linear", labels=None, neighbours=1, training=MapTraining(max_epochs=1, width=8), seed=1
