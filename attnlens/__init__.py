@@ -9,10 +9,12 @@ print(lens.summary())
 
 from typing import TYPE_CHECKING, Any
 
+from attnlens.answering import EffectiveFor, effective_for
 from attnlens.attention.distributions import MinimalDistribution
 from attnlens.attention.importance import HeadImportance
 from attnlens.attention.labels import LabelAttention
 from attnlens.attention.layer_health import LayerHealth
+from attnlens.attention.layer_statistics import LayerStatistics
 from attnlens.attention.maps import EffectiveAttention
 from attnlens.attention.mixing import ResidualMixing
 from attnlens.attention.norm_statistics import NormStatistics
@@ -70,6 +72,7 @@ __all__ = [
     "EffectiveAttention",
     "LabelAttention",
     "LayerHealth",
+    "LayerStatistics",
     "MinimalDistribution",
     "NormStatistics",
     "ResidualMixing",
@@ -83,6 +86,9 @@ __all__ = [
     "simplex_witness",
     "softmax_witness",
     "realisability_rank",
+    # effective for what
+    "effective_for",
+    "EffectiveFor",
     # corpora
     "scan",
     # training

@@ -10,6 +10,7 @@ from attnlens.algebra.factors import ValueBasis
 from attnlens.algebra.minimal_distribution import MinimalDistributions
 from attnlens.algebra.rowwise import RowFactor
 from attnlens.algebra.softmax import attention_weights
+from attnlens.attention.answer_level import answer_attention
 from attnlens.attention.gates import head_importance
 from attnlens.attention.label_sums import LabelMeans
 from attnlens.attention.layer_health import layer_health
@@ -62,6 +63,7 @@ from attnlens.recovery.token_maps import Maps, apply_map, identified, map_loss, 
 
 __all__ = [
     # effective attention
+    "answer_attention",
     "attention_weights",
     "effective_attention",
     "head_health",

@@ -24,7 +24,7 @@ KINDS = (
     "HiddenTokenAttributionResult AttributionMatrices TokenSaliencyResult PassSaliency "
     "TokenIdentifiabilityResult HeadDrift Identifiability SimplexWitness SoftmaxWitness "
     "RealisabilityRank Verdict PruningCurve Plan PruningReport AttentionMap "
-    "MinimalDistributionResult"
+    "MinimalDistributionResult LayerStatisticsResult EffectiveFor"
 ).split()
 ELSEWHERE = {"Capture"}  # tests/test_saving.py
 

@@ -4,6 +4,7 @@ from attnlens.attention.distributions import MinimalDistribution, MinimalDistrib
 from attnlens.attention.importance import HeadImportance, HeadImportanceResult
 from attnlens.attention.labels import LabelAttention, LabelAttentionResult
 from attnlens.attention.layer_health import LayerHealth, LayerHealthResult
+from attnlens.attention.layer_statistics import LayerStatistics, LayerStatisticsResult
 from attnlens.attention.maps import AttentionMap, EffectiveAttention
 from attnlens.attention.mixing import ResidualMixing, ResidualMixingResult
 from attnlens.attention.norm_statistics import NormStatistics, NormStatisticsResult
@@ -22,6 +23,8 @@ __all__ = [
     "LabelAttentionResult",
     "LayerHealth",
     "LayerHealthResult",
+    "LayerStatistics",
+    "LayerStatisticsResult",
     "MinimalDistribution",
     "MinimalDistributionResult",
     "NormStatistics",

@@ -85,7 +85,7 @@ class ResidualMixing(LayerObserver, SumObserver):
         Raises:
             CaptureError: where H is not known, with the reason.
         """
-        projection = capture.required_projection().double()
+        projection = capture.known_projection.weight.double()
         own = own_attention(capture.rows)[..., None]
         kept = own * capture.value.double()
         outputs = capture.context.double()

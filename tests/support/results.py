@@ -15,6 +15,7 @@ from attnlens import (
     HiddenTokenAttribution,
     LabelAttention,
     LayerHealth,
+    LayerStatistics,
     Lens,
     MapTraining,
     MinimalDistribution,
@@ -32,7 +33,7 @@ def one_of_each() -> dict[str, Any]:
     model, batch = models.build("bert"), models.inputs("bert")
     statistics, importance = HeadStatistics(), HeadImportance()
     more = HeadStatistics(fields="health"), LayerHealth(), NormStatistics(), ResidualMixing()
-    more += (MinimalDistribution(),)
+    more += (MinimalDistribution(), LayerStatistics())
     saliency = TokenSaliency(label_names=("all",))
     rates = TokenIdentifiability(
         "linear", labels=None, neighbours=1, training=MapTraining(max_epochs=1, width=8), seed=1
@@ -67,6 +68,7 @@ def one_of_each() -> dict[str, Any]:
         attnlens.softmax_witness(capture, max_iterations=2),
         attnlens.realisability_rank(capture),
         attnlens.check(model),
+        attnlens.effective_for(model, batch, maps=True),
         curve,
         curve.plan("rising", 0.5),
         attnlens.prune_heads(whole, {0: [1]}, repeats=1),
