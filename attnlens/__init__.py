@@ -12,38 +12,21 @@ from typing import TYPE_CHECKING, Any
 from attnlens.attention.importance import HeadImportance
 from attnlens.attention.labels import LabelAttention
 from attnlens.attention.maps import EffectiveAttention
-from attnlens.attention.recording import Recording
 from attnlens.attention.statistics import HeadStatistics
 from attnlens.attribution.hidden_tokens import HiddenTokenAttribution
 from attnlens.attribution.saliency import TokenSaliency
 from attnlens.capture import Capture
-from attnlens.checking import Verdict, check
+from attnlens.checking import check
 from attnlens.comparison import compare
 from attnlens.corpus import scan
-from attnlens.errors import (
-    AttnLensError,
-    AttnLensWarning,
-    CaptureError,
-    InputError,
-    MemoryBoundError,
-    NonFiniteError,
-    UnsupportedAttentionError,
-)
-from attnlens.identifiability.of_captures import (
-    identify,
-    realisability_rank,
-    simplex_witness,
-    softmax_witness,
-)
+from attnlens.errors import AttnLensError
+from attnlens.identifiability import identify
 from attnlens.lens import Lens, record
 from attnlens.observer import Observer
-from attnlens.pruning.checkpoint import load_pruned, save_pruned
 from attnlens.pruning.mask import mask_heads
 from attnlens.pruning.removal import prune_heads
-from attnlens.pruning.sweep import pruning_curve
-from attnlens.recovery.map_training import MapTraining
 from attnlens.recovery.token_identifiability import TokenIdentifiability
-from attnlens.reporting.page import Report, report
+from attnlens.reporting.page import report
 from attnlens.saving import load, save
 from attnlens.training import monitor
 
@@ -57,7 +40,6 @@ __all__ = [
     "Lens",
     "record",
     "check",
-    "Verdict",
     "Capture",
     # observers
     "Observer",
@@ -68,13 +50,8 @@ __all__ = [
     "HiddenTokenAttribution",
     "TokenSaliency",
     "TokenIdentifiability",
-    "MapTraining",
-    "Recording",
     # identifiability of one attention call
     "identify",
-    "simplex_witness",
-    "softmax_witness",
-    "realisability_rank",
     # corpora
     "scan",
     # training
@@ -84,22 +61,12 @@ __all__ = [
     # heads
     "mask_heads",
     "prune_heads",
-    "save_pruned",
-    "load_pruned",
-    "pruning_curve",
     # showing and keeping
-    "Report",
     "report",
     "save",
     "load",
     # errors
     "AttnLensError",
-    "AttnLensWarning",
-    "CaptureError",
-    "InputError",
-    "MemoryBoundError",
-    "NonFiniteError",
-    "UnsupportedAttentionError",
 ]
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from attnlens.algebra.closed_forms import HeadSums, pearson
 from attnlens.algebra.null_space import NullSpace, null_space
 from attnlens.algebra.problem import Problem, problem
+from attnlens.attention.spaces import projection_known, value_spaces
 from attnlens.capture import Capture
 from attnlens.errors import InputError
 from attnlens.kernels.ranks import require_rtol
-from attnlens.observer import SumObserver, Sums, warn_of_skipped
+from attnlens.observer import SumObserver, Sums
 from attnlens.results import LayeredResult
 from attnlens.saving import storable
 
@@ -144,9 +145,7 @@ class HeadStatistics(SumObserver):
             AttnLensError: if nothing was seen.
         """
         layers, stacked = self.stacked(_averages)
-        warn_of_skipped(stacked["skipped"], layers)
-        spaces = tuple("T" if s["has_projection_min"] else "V" for s in self.seen().values())
-        return HeadStatisticsResult(layers, value_space=spaces, **stacked)
+        return HeadStatisticsResult(layers, value_space=value_spaces(self), **stacked)
 
 
 def example_fields(posed: Problem, space: NullSpace, sums: HeadSums | None) -> Sums:
@@ -194,13 +193,12 @@ def _sums(capture: Capture, posed: Problem, space: NullSpace, sums: HeadSums | N
             quantities[f"{name}_count"] = fields[name].isfinite().double()
     if sums is not None:
         quantities |= _pooled(sums)
-    known = torch.full((1,), float(capture.output_projection is not None), dtype=torch.float64)
     return {name: torch.where(counted, q, 0.0).sum(0) for name, q in quantities.items()} | {
         "examples": counted.sum(0).double(),
         "skipped": (~finite).sum(0).double(),
         "nullity_min": torch.where(counted, least, torch.inf).amin(0),
         "nullity_max": torch.where(counted, most, -torch.inf).amax(0),
-        "has_projection_min": known,
+        **projection_known(capture),
     }
 
 
