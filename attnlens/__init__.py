@@ -9,47 +9,25 @@ print(lens.summary())
 
 from typing import TYPE_CHECKING, Any
 
-from attnlens.answering import EffectiveFor, effective_for
-from attnlens.attention.distributions import MinimalDistribution
+from attnlens.answering import effective_for
 from attnlens.attention.importance import HeadImportance
 from attnlens.attention.labels import LabelAttention
-from attnlens.attention.layer_health import LayerHealth
-from attnlens.attention.layer_statistics import LayerStatistics
 from attnlens.attention.maps import EffectiveAttention
-from attnlens.attention.mixing import ResidualMixing
-from attnlens.attention.norm_statistics import NormStatistics
-from attnlens.attention.recording import Recording
 from attnlens.attention.statistics import HeadStatistics
 from attnlens.attribution.hidden_tokens import HiddenTokenAttribution
 from attnlens.attribution.saliency import TokenSaliency
 from attnlens.capture import Capture
-from attnlens.checking import Verdict, check
+from attnlens.checking import check
 from attnlens.comparison import compare
 from attnlens.corpus import scan
-from attnlens.errors import (
-    AttnLensError,
-    AttnLensWarning,
-    CaptureError,
-    InputError,
-    MemoryBoundError,
-    NonFiniteError,
-    UnsupportedAttentionError,
-)
-from attnlens.identifiability.of_captures import (
-    identify,
-    realisability_rank,
-    simplex_witness,
-    softmax_witness,
-)
+from attnlens.errors import AttnLensError
+from attnlens.identifiability import identify
 from attnlens.lens import Lens, record
 from attnlens.observer import Observer
-from attnlens.pruning.checkpoint import load_pruned, save_pruned
 from attnlens.pruning.mask import mask_heads
 from attnlens.pruning.removal import prune_heads
-from attnlens.pruning.sweep import pruning_curve
-from attnlens.recovery.map_training import MapTraining
 from attnlens.recovery.token_identifiability import TokenIdentifiability
-from attnlens.reporting.page import Report, report
+from attnlens.reporting.page import report
 from attnlens.saving import load, save
 from attnlens.training import monitor
 
@@ -63,7 +41,6 @@ __all__ = [
     "Lens",
     "record",
     "check",
-    "Verdict",
     "Capture",
     # observers
     "Observer",
@@ -71,24 +48,13 @@ __all__ = [
     "HeadImportance",
     "EffectiveAttention",
     "LabelAttention",
-    "LayerHealth",
-    "LayerStatistics",
-    "MinimalDistribution",
-    "NormStatistics",
-    "ResidualMixing",
     "HiddenTokenAttribution",
     "TokenSaliency",
     "TokenIdentifiability",
-    "MapTraining",
-    "Recording",
     # identifiability of one attention call
     "identify",
-    "simplex_witness",
-    "softmax_witness",
-    "realisability_rank",
     # effective for what
     "effective_for",
-    "EffectiveFor",
     # corpora
     "scan",
     # training
@@ -98,22 +64,12 @@ __all__ = [
     # heads
     "mask_heads",
     "prune_heads",
-    "save_pruned",
-    "load_pruned",
-    "pruning_curve",
     # showing and keeping
-    "Report",
     "report",
     "save",
     "load",
     # errors
     "AttnLensError",
-    "AttnLensWarning",
-    "CaptureError",
-    "InputError",
-    "MemoryBoundError",
-    "NonFiniteError",
-    "UnsupportedAttentionError",
 ]
 
 

@@ -386,6 +386,8 @@ class SumObserver(Observer):
     def stacked(self, fields: Callable[[Sums], Sums]) -> tuple[tuple[LayerKey, ...], Sums]:
         """Turn the sums of every layer into fields, and stack these over the layers.
 
+        A field `skipped`, the number of examples with NaN or Inf, warns where it is not zero.
+
         Args:
             fields: from the sums of a layer to its fields, `[H, ...]`, where H may differ by
                 layer, or scalars.
@@ -397,10 +399,13 @@ class SumObserver(Observer):
         layers = self.seen()
         rows = [fields(sums) for sums in layers.values()]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
-        return tuple(layers), {
+        stacked = {
             name: pad_sequence(parts, True, torch.nan) if parts[0].dim() else torch.stack(parts)
             for name, parts in columns.items()
         }
+        if "skipped" in stacked:
+            warn_of_skipped(stacked["skipped"], tuple(layers), stacklevel=4)
+        return tuple(layers), stacked
 
     def ordered(self) -> list[LayerKey]:
         """Return the layers in the order of their stacks' first appearance, then by index."""
@@ -491,7 +496,10 @@ def label_members(labels: Tensor | None, real: Tensor, groups: int) -> Tensor:
 
 
 def warn_of_skipped(
-    skipped: Tensor, layers: Sequence[LayerKey] = (), what: str = "example"
+    skipped: Tensor,
+    layers: Sequence[LayerKey] = (),
+    what: str = "example",
+    stacklevel: int = 3,
 ) -> None:
     """Warn the caller of `compute` where something was left out, naming the first place.
 
@@ -499,6 +507,7 @@ def warn_of_skipped(
         skipped: how many were, `[L]` or `[L, H]`; NaN counts as none.
         layers: stack and layer of each row; none to leave the place out.
         what: was left out.
+        stacklevel: as for `warnings.warn`, of the caller of `compute`.
     """
     places = (skipped > 0).nonzero().tolist()
     if places:
@@ -510,7 +519,7 @@ def warn_of_skipped(
             f"{count} {what}(s) held NaN or Inf and were left out{place}. Check the "
             f"model's inputs.",
             AttnLensWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 

@@ -15,15 +15,10 @@ from safetensors import torch as tensor_files
 from torch import Tensor
 
 import attnlens
-from attnlens import (
-    AttnLensError,
-    EffectiveAttention,
-    HiddenTokenAttribution,
-    InputError,
-    Lens,
-    Recording,
-)
+from attnlens import AttnLensError, EffectiveAttention, HiddenTokenAttribution, Lens
+from attnlens.attention import Recording
 from attnlens.attention.statistics import HeadStatisticsResult
+from attnlens.errors import InputError
 from attnlens.files import (
     load_state,
     read_json,

@@ -61,7 +61,7 @@ def test_every_public_result_can_be_saved():
     found |= {AttributionMatrices, PassSaliency}  # properties of observers
     assert len(found) > 12
     # a page has a file of its own, a scan a folder
-    others = {attnlens.Report, Scan}
+    others = {attnlens.reporting.page.Report, Scan}
     assert {kind.__name__ for kind in found - others} <= RESULTS.keys() | ENTRIES.keys()
 
 

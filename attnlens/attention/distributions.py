@@ -12,7 +12,7 @@ from attnlens.algebra.minimal_distribution import CERTIFIED, solved_rows
 from attnlens.algebra.problem import Problem, problem
 from attnlens.attention.example_means import example_means, example_sums
 from attnlens.capture import Capture
-from attnlens.observer import SumObserver, Sums, warn_of_skipped
+from attnlens.observer import SumObserver, Sums
 from attnlens.results import LayeredResult, LayerKey
 from attnlens.saving import storable
 
@@ -99,7 +99,6 @@ class MinimalDistribution(SumObserver):
             AttnLensError: if nothing was seen.
         """
         layers, stacked = self.stacked(_averages)
-        warn_of_skipped(stacked["skipped"], layers)
         return MinimalDistributionResult(layers, **stacked)
 
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from attnlens.algebra.problem import Problem, problem
 from attnlens.attention.label_sums import LabelMeans, label_means
+from attnlens.attention.spaces import projection_known, value_spaces
 from attnlens.capture import Capture
 from attnlens.errors import InputError
 from attnlens.kernels.ranks import require_rtol
-from attnlens.observer import Labels, SumObserver, Sums, label_members, warn_of_skipped
+from attnlens.observer import Labels, SumObserver, Sums, label_members
 from attnlens.results import LayeredResult, LayerKey
 from attnlens.saving import storable
 
@@ -140,9 +141,9 @@ class LabelAttention(SumObserver):
             AttnLensError: if nothing was seen.
         """
         layers, stacked = self.stacked(_averages)
-        warn_of_skipped(stacked["skipped"], layers)
-        spaces = tuple("T" if s["has_projection_min"] else "V" for s in self.seen().values())
-        return LabelAttentionResult(layers, self.label_names, value_space=spaces, **stacked)
+        return LabelAttentionResult(
+            layers, self.label_names, value_space=value_spaces(self), **stacked
+        )
 
 
 def _sums(capture: Capture, posed: Problem, means: LabelMeans, members: Tensor) -> Sums:
@@ -161,11 +162,10 @@ def _sums(capture: Capture, posed: Problem, means: LabelMeans, members: Tensor) 
         "tokens": share.expand_as(raw),
         "present": (tokens > 0).double().expand_as(raw),
     }
-    known = torch.full((1,), float(capture.output_projection is not None), dtype=torch.float64)
     return {name: torch.where(counted, q, 0.0).sum(0) for name, q in quantities.items()} | {
         "examples": counted[..., 0].sum(0).double(),
         "skipped": (~finite).sum(0).double(),
-        "has_projection_min": known,
+        **projection_known(capture),
     }
 
 

@@ -13,7 +13,7 @@ from attnlens.algebra.values import working_dtype
 from attnlens.attention.example_means import example_means, example_sums
 from attnlens.capture import LayerCapture
 from attnlens.errors import InputError
-from attnlens.observer import LayerObserver, SumObserver, warn_of_skipped
+from attnlens.observer import LayerObserver, SumObserver
 from attnlens.results import LayeredResult, LayerKey
 from attnlens.saving import storable
 
@@ -94,7 +94,6 @@ class LayerHealth(LayerObserver, SumObserver):
             AttnLensError: if nothing was seen.
         """
         layers, stacked = self.stacked(example_means)
-        warn_of_skipped(stacked["skipped"], layers)
         return LayerHealthResult(layers, **stacked)
 
 

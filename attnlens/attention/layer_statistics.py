@@ -11,7 +11,7 @@ from attnlens.algebra.null_space import null_space
 from attnlens.algebra.problem import problem
 from attnlens.attention.example_means import example_means, example_sums
 from attnlens.capture import Capture
-from attnlens.observer import SumObserver, warn_of_skipped
+from attnlens.observer import SumObserver
 from attnlens.results import LayeredResult, LayerKey
 from attnlens.saving import storable
 
@@ -94,5 +94,4 @@ class LayerStatistics(SumObserver):
             AttnLensError: if nothing was seen.
         """
         layers, stacked = self.stacked(example_means)
-        warn_of_skipped(stacked["skipped"], layers)
         return LayerStatisticsResult(layers, **stacked)

@@ -14,7 +14,7 @@ from attnlens.attention.example_means import example_means, example_sums
 from attnlens.attention.norms import mixing_ratio
 from attnlens.capture import Capture, LayerCapture
 from attnlens.kernels.torch_gram import selected_rows
-from attnlens.observer import LayerObserver, SumObserver, warn_of_skipped
+from attnlens.observer import LayerObserver, SumObserver
 from attnlens.results import LayeredResult, LayerKey
 from attnlens.saving import storable
 
@@ -127,5 +127,4 @@ class ResidualMixing(LayerObserver, SumObserver):
             AttnLensError: if nothing was seen.
         """
         layers, stacked = self.stacked(example_means)
-        warn_of_skipped(stacked["skipped"], layers)
         return ResidualMixingResult(layers, **stacked)

@@ -11,7 +11,7 @@ from attnlens.algebra.problem import problem
 from attnlens.attention.example_means import example_means, example_sums
 from attnlens.attention.norms import norm_fields
 from attnlens.capture import Capture
-from attnlens.observer import SumObserver, warn_of_skipped
+from attnlens.observer import SumObserver
 from attnlens.results import LayeredResult, LayerKey
 from attnlens.saving import storable
 
@@ -84,5 +84,4 @@ class NormStatistics(SumObserver):
             AttnLensError: if nothing was seen.
         """
         layers, stacked = self.stacked(example_means)
-        warn_of_skipped(stacked["skipped"], layers)
         return NormStatisticsResult(layers, **stacked)

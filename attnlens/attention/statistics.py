@@ -13,10 +13,11 @@ from attnlens.algebra.closed_forms import HeadSums, pearson
 from attnlens.algebra.null_space import NullSpace, null_space
 from attnlens.algebra.problem import Problem, problem
 from attnlens.attention.health import health_fields
+from attnlens.attention.spaces import projection_known, value_spaces
 from attnlens.capture import Capture
 from attnlens.errors import InputError
 from attnlens.kernels.ranks import require_rtol
-from attnlens.observer import SumObserver, Sums, warn_of_skipped
+from attnlens.observer import SumObserver, Sums
 from attnlens.results import LayeredResult
 from attnlens.saving import storable
 
@@ -229,10 +230,8 @@ class HeadStatistics(SumObserver):
             AttnLensError: if nothing was seen.
         """
         layers, stacked = self.stacked(_averages)
-        warn_of_skipped(stacked["skipped"], layers)
-        spaces = tuple("T" if s["has_projection_min"] else "V" for s in self.seen().values())
         kind = HeadHealthResult if self.fields == "health" else HeadStatisticsResult
-        return kind(layers, value_space=spaces, **stacked)
+        return kind(layers, value_space=value_spaces(self), **stacked)
 
 
 def example_fields(posed: Problem, space: NullSpace, sums: HeadSums | None) -> Sums:
@@ -279,14 +278,13 @@ def _sums(
         quantities[f"{name}_count"] = fields[name].isfinite().double()
     if sums is not None:
         quantities |= _pooled(sums)
-    known = torch.full((1,), float(capture.output_projection is not None), dtype=torch.float64)
     return (
         {name: torch.where(counted, q, 0.0).sum(0) for name, q in quantities.items()}
         | {
             "examples": counted.sum(0).double(),
             "skipped": (~finite).sum(0).double(),
             "nullity_min": torch.where(counted, fields["nullity_min"], torch.inf).amin(0),
-            "has_projection_min": known,
+            **projection_known(capture),
         }
         | {
             total: torch.where(counted, fields[name], -torch.inf).amax(0)

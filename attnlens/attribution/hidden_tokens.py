@@ -25,7 +25,7 @@ from attnlens.attribution.jacobian import (
 from attnlens.attribution.sketches import leave_one_out
 from attnlens.capture import LayerCapture
 from attnlens.errors import InputError, MemoryBoundError, UnsupportedAttentionError
-from attnlens.observer import ChainObserver, Labels, SumObserver, label_members, warn_of_skipped
+from attnlens.observer import ChainObserver, Labels, SumObserver, label_members
 
 
 class HiddenTokenAttribution(ChainObserver, SumObserver):
@@ -152,7 +152,6 @@ class HiddenTokenAttribution(ChainObserver, SumObserver):
     def compute(self) -> HiddenTokenAttributionResult:
         """Average over everything seen; the result is on the CPU."""
         layers, means = self.stacked(contribution_means)
-        warn_of_skipped(means["skipped"], layers)
         return attribution_result(layers, self.label_names, means)
 
     def reset(self) -> None:

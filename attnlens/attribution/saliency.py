@@ -18,7 +18,7 @@ from attnlens.attribution.token_gradients import (
     token_saliency,
 )
 from attnlens.capture import HiddenState
-from attnlens.observer import Labels, LayerObserver, SumObserver, label_members, warn_of_skipped
+from attnlens.observer import Labels, LayerObserver, SumObserver, label_members
 from attnlens.results import LayeredResult, LayerKey, Result
 from attnlens.saving import storable
 
@@ -191,7 +191,6 @@ class TokenSaliency(LayerObserver, SumObserver):
     def compute(self) -> TokenSaliencyResult:
         """Average over everything seen; the result is on the CPU."""
         layers, means = self.stacked(saliency_means)
-        warn_of_skipped(means["skipped"], layers)
         return TokenSaliencyResult(layers, self.label_names, **means)
 
     def reset(self) -> None:

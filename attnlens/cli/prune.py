@@ -74,4 +74,4 @@ def prune(
     if output is not None:
         with writing(output):
             console.print(str(choice.remove(output)))
-        say("Load it with attnlens.load_pruned.")
+        say("Load it with attnlens.pruning.load_pruned.")

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnlens import Lens, MinimalDistribution, Recording, functional, record
+from attnlens import Lens, functional, record
+from attnlens.attention import MinimalDistribution, Recording
 from tests.algebra.test_hypothesis import MASKS, draw_mask
 from tests.attention.test_statistics import FAMILIES, PADDED, PROBLEMS, PROJECTION
 from tests.support import heads, reference

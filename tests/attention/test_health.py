@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from attnlens import HeadStatistics, InputError, Lens, Recording, functional
-from attnlens.attention import HeadHealthResult, LayerHealth
+from attnlens import HeadStatistics, Lens, functional
+from attnlens.attention import HeadHealthResult, LayerHealth, Recording
+from attnlens.errors import InputError
 from tests.algebra.test_hypothesis import Problem, problems
 from tests.attention.test_statistics import FAMILIES, PADDED, PROBLEMS, PROJECTION, expected_masks
 from tests.support import models, reference

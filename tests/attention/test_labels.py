@@ -12,16 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnlens import (
-    AttnLensError,
-    AttnLensWarning,
-    Capture,
-    InputError,
-    LabelAttention,
-    Lens,
-    Recording,
-)
+from attnlens import AttnLensError, Capture, LabelAttention, Lens
+from attnlens.attention import Recording
 from attnlens.attention.labels import LabelAttentionResult
+from attnlens.errors import AttnLensWarning, InputError
 from tests.attention.test_statistics import (
     CAUSAL_DECODER,
     PADDED,

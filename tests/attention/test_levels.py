@@ -12,18 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import attnlens
 from attnlens import (
-    CaptureError,
     HeadImportance,
-    InputError,
-    LayerStatistics,
     Lens,
-    MemoryBoundError,
-    Recording,
     effective_for,
     functional,
 )
+from attnlens.answering import EffectiveFor
+from attnlens.attention import LayerStatistics, Recording
+from attnlens.errors import CaptureError, InputError, MemoryBoundError
 from tests.algebra.test_hypothesis import MASKS, draw_mask
 from tests.attention.test_statistics import PADDED, PROBLEMS, PROJECTION
 from tests.support import heads, models, reference
@@ -280,4 +277,4 @@ def test_answers_by_name() -> None:
     with pytest.raises(CaptureError, match="does not depend on"):
         effective_for(encoder, batch, lambda out: encoder.embeddings.word_embeddings.weight[:2, :3])
     assert not [m for m in encoder.modules() if m._forward_hooks or m._forward_pre_hooks]
-    assert attnlens.EffectiveFor is type(logits)
+    assert EffectiveFor is type(logits)

@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnlens import (
-    AttnLensError,
-    EffectiveAttention,
-    InputError,
-    Lens,
-    MemoryBoundError,
-    Recording,
-)
+from attnlens import AttnLensError, EffectiveAttention, Lens
+from attnlens.attention import Recording
 from attnlens.attention.maps import AttentionMap
+from attnlens.errors import InputError, MemoryBoundError
 from tests.algebra.test_rowwise import window
 from tests.support import models
 from tests.support.captures import synthetic_capture

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from attnlens import CaptureError, InputError, Lens, Recording, functional, record
-from attnlens.attention import NormStatistics, ResidualMixing
+from attnlens import Lens, functional, record
+from attnlens.attention import NormStatistics, Recording, ResidualMixing
+from attnlens.errors import CaptureError, InputError
 from attnlens.observer import Observer
 from tests.algebra.test_hypothesis import Problem, problems
 from tests.attention.test_statistics import FAMILIES, PADDED, PROBLEMS, PROJECTION, expected_masks

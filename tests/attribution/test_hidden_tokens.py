@@ -11,18 +11,10 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.func import jacfwd
 
-from attnlens import (
-    AttnLensError,
-    EffectiveAttention,
-    HeadStatistics,
-    HiddenTokenAttribution,
-    InputError,
-    Lens,
-    MemoryBoundError,
-    UnsupportedAttentionError,
-)
+from attnlens import AttnLensError, EffectiveAttention, HeadStatistics, HiddenTokenAttribution, Lens
 from attnlens.attribution.contributions import AttributionMatrices
 from attnlens.attribution.tallies import DISTANCE_GROUPS
+from attnlens.errors import InputError, MemoryBoundError, UnsupportedAttentionError
 from attnlens.tap.sites import Catalogue
 from tests.support.chains import CHAINS, FLOAT32_PARTS, build_chain, jacobian_norms
 from tests.support.hooks import Siamese, is_clean

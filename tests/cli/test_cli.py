@@ -32,10 +32,11 @@ from transformers import (
 from transformers.utils import logging
 from typer.testing import CliRunner
 
-from attnlens import AttnLensWarning, HeadStatistics, InputError, Lens
+from attnlens import HeadStatistics, Lens
 from attnlens.cli.commands import app
 from attnlens.cli.terminal import bars
 from attnlens.demo import model_folder, paragraphs
+from attnlens.errors import AttnLensWarning, InputError
 from attnlens.reporting.tables import explanation, head_table
 from attnlens.saving import load, read_header
 from attnlens.texts.loading import load_text_model

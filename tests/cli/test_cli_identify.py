@@ -11,10 +11,11 @@ from click.testing import Result
 from transformers import AutoTokenizer, BertConfig, BertModel, GPT2Config, GPT2Model
 from typer.testing import CliRunner
 
-from attnlens import Lens, MapTraining, TokenIdentifiability, identify, record
+from attnlens import Lens, TokenIdentifiability, identify, record
 from attnlens.cli.commands import app
 from attnlens.demo import model_folder
 from attnlens.errors import InputError
+from attnlens.recovery import MapTraining
 from attnlens.reporting.tables import rates_table
 from attnlens.texts.loading import load_text_model
 from tests.support.commands import without_frame

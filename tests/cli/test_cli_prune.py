@@ -11,9 +11,10 @@ import torch
 from transformers import AutoTokenizer, BertConfig, BertModel
 from typer.testing import CliRunner, Result
 
-from attnlens import load_pruned, mask_heads
+from attnlens import mask_heads
 from attnlens.cli.commands import app
 from attnlens.demo import model_folder
+from attnlens.pruning import load_pruned
 from attnlens.pruning.plan import Plan
 from attnlens.pruning.scores import head_scores
 from tests.support.commands import without_frame

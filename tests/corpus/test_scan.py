@@ -23,13 +23,13 @@ from attnlens import (
     HeadImportance,
     HeadStatistics,
     HiddenTokenAttribution,
-    InputError,
     Lens,
     TokenIdentifiability,
     TokenSaliency,
 )
 from attnlens.corpus import Scan, merge_shards
 from attnlens.corpus.shards import Shard
+from attnlens.errors import InputError
 from attnlens.files import load_state, save_state
 from attnlens.saving import load, read_header
 from tests.support.scanning import COUNT, SETTINGS, model, observers, scan, slowly, texts, tokenizer

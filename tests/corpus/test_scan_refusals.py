@@ -9,16 +9,11 @@ import pytest
 import torch
 
 import attnlens
-from attnlens import (
-    HeadImportance,
-    HeadStatistics,
-    HiddenTokenAttribution,
-    InputError,
-    Recording,
-    TokenSaliency,
-)
+from attnlens import HeadImportance, HeadStatistics, HiddenTokenAttribution, TokenSaliency
+from attnlens.attention import Recording
 from attnlens.corpus import merge_shards
 from attnlens.corpus.shards import Shard
+from attnlens.errors import InputError
 from attnlens.files import load_state, save_state
 from attnlens.saving import load
 from tests.support.scanning import SETTINGS, model, scan, texts, tokenizer

@@ -14,9 +14,10 @@ import torch
 from transformers import BertConfig, BertModel
 
 import attnlens
-from attnlens import HeadStatistics, HiddenTokenAttribution, InputError, Lens, MapTraining
+from attnlens import HeadStatistics, HiddenTokenAttribution, Lens
 from attnlens.checking import Verdict
 from attnlens.corpus import Corpus, Fields
+from attnlens.errors import InputError
 from attnlens.pruning.scores import head_scores
 from attnlens.recipes.compatibility import check_model
 from attnlens.recipes.corpus_scan import scan_corpus
@@ -28,6 +29,7 @@ from attnlens.recipes.ingredients import as_json, plain
 from attnlens.recipes.page_content import PageContent
 from attnlens.recipes.sentence import SentenceAttribution, attribute_sentence
 from attnlens.recipes.text_drift import TextDrift, compare_on_texts
+from attnlens.recovery import MapTraining
 from attnlens.saving import load
 from attnlens.texts.batching import TextModel
 from attnlens.texts.loading import text_model
@@ -225,7 +227,7 @@ def test_heads_of_lowest_score_are_chosen_and_removed(folder: str, tmp_path: Pat
     report = choice.remove(tmp_path / "pruned")
     assert report.difference < 1e-4
     assert (
-        attnlens.load_pruned(tmp_path / "pruned").num_parameters()
+        attnlens.pruning.load_pruned(tmp_path / "pruned").num_parameters()
         < scanning.model().num_parameters()
     )
 

@@ -24,12 +24,12 @@ from attnlens import (
     HeadImportance,
     HeadStatistics,
     HiddenTokenAttribution,
-    InputError,
     Lens,
-    MapTraining,
     TokenIdentifiability,
 )
 from attnlens.attention.maps import AttentionMap
+from attnlens.errors import InputError
+from attnlens.recovery import MapTraining
 from attnlens.reporting.examples import maps_by_example
 from attnlens.reporting.fitting import DECIMALS, Detail, MapBlocks, notes_on
 from attnlens.reporting.fixed_point import packed, whole

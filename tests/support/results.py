@@ -14,16 +14,18 @@ from attnlens import (
     HeadStatistics,
     HiddenTokenAttribution,
     LabelAttention,
-    LayerHealth,
-    LayerStatistics,
     Lens,
-    MapTraining,
-    MinimalDistribution,
-    NormStatistics,
-    ResidualMixing,
     TokenIdentifiability,
     TokenSaliency,
 )
+from attnlens.attention import (
+    LayerHealth,
+    LayerStatistics,
+    MinimalDistribution,
+    NormStatistics,
+    ResidualMixing,
+)
+from attnlens.recovery import MapTraining
 from tests.support import heads, models
 
 
@@ -50,7 +52,7 @@ def one_of_each() -> dict[str, Any]:
     (capture, _) = attnlens.record(model, **batch)
     whole = heads.build("bert")
     rising = torch.arange(8.0).reshape(2, 4)
-    curve = attnlens.pruning_curve(whole, lambda model: 0.1, {"rising": rising}, 2)
+    curve = attnlens.pruning.pruning_curve(whole, lambda model: 0.1, {"rising": rising}, 2)
     results = [
         statistics.compute(),
         *(observer.compute() for observer in more),
@@ -64,9 +66,9 @@ def one_of_each() -> dict[str, Any]:
         maps.compute()[0],
         attnlens.compare(model, models.build("bert"), batch),
         attnlens.identify(capture),
-        attnlens.simplex_witness(capture),
-        attnlens.softmax_witness(capture, max_iterations=2),
-        attnlens.realisability_rank(capture),
+        attnlens.identifiability.simplex_witness(capture),
+        attnlens.identifiability.softmax_witness(capture, max_iterations=2),
+        attnlens.identifiability.realisability_rank(capture),
         attnlens.check(model),
         attnlens.effective_for(model, batch, maps=True),
         curve,

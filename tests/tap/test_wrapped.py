@@ -14,8 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attnlens import HeadStatistics, InputError, Lens, Recording, record
+from attnlens import HeadStatistics, Lens, record
+from attnlens.attention import Recording
 from attnlens.demo import model_folder
+from attnlens.errors import InputError
 from attnlens.tap.hooks import no_hook
 from tests.support import models
 from tests.support.hooks import is_clean

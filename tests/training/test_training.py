@@ -24,11 +24,9 @@ from transformers import Trainer, TrainerCallback
 import attnlens
 from attnlens import (
     AttnLensError,
-    AttnLensWarning,
     EffectiveAttention,
     HeadImportance,
     HeadStatistics,
-    InputError,
     LabelAttention,
     Lens,
     LensCallback,
@@ -36,6 +34,7 @@ from attnlens import (
     TokenSaliency,
     monitor,
 )
+from attnlens.errors import AttnLensWarning, InputError
 from attnlens.files import load_state
 from attnlens.training.callback import NAME
 from tests.support import models
