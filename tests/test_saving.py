@@ -154,7 +154,7 @@ def test_a_header_that_is_no_json_is_refused(tmp_path):
 
 
 def test_a_missing_file_is_a_missing_file(tmp_path):
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(InputError, match=r"none\.safetensors: No such file"):
         load(tmp_path / "none.safetensors")
 
 
@@ -166,7 +166,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         raise OSError("disk full")
 
     monkeypatch.setattr("attnlens.files.os.replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(InputError, match=r"Cannot write .*a: disk full"):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

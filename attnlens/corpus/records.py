@@ -28,6 +28,12 @@ class Record:
     line: int = 0
 
     @property
+    def size(self) -> int:
+        """Number of characters, which is known before the number of tokens."""
+        words = (self.text,) if isinstance(self.text, str) else self.text
+        return sum(map(len, words)) + len(self.pair or "")
+
+    @property
     def content(self) -> str:
         """All that a model and its observers are given, as a line of ASCII."""
         return ascii((self.text, self.pair, self.labels))
@@ -102,7 +108,7 @@ def record_of(entry: Any, fields: Fields, source: str, line: int) -> Entry:
 
 def _field(entry: Mapping[str, Any], name: str) -> Any:
     if name not in entry:
-        raise _Unfit(f"no field {name!r}")
+        raise _Unfit(f"no field {name!r}; there is {', '.join(map(repr, entry)) or 'none'}")
     return entry[name]
 
 
@@ -143,7 +149,9 @@ def _labels(entry: Mapping[str, Any], name: str | None, words: int) -> tuple[Lab
 
 
 def _encodable(text: str, name: str) -> str:
-    """Refuse text that is not Unicode: undecodable bytes and halves of surrogate pairs."""
+    """Refuse what is no text: undecodable bytes, halves of surrogate pairs, and binary files."""
+    if "\0" in text:
+        raise _Unfit(f"{name!r} is no text: it holds a zero byte at character {text.index(chr(0))}")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -71,7 +71,7 @@ class Plan:
                 (str(row["stack"]), int(row["layer"])): tuple(map(int, row["heads"]))
                 for row in document["heads"]
             }
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise InputError(f"This is not a head plan: {error!r}.") from error
         if not readable:
             raise InputError(f"Head plan of format {document['format']}; known is {_FORMAT}.")
