@@ -250,9 +250,9 @@ def make_folder(
     for source in inputs:
         inside = os.path.isfile(source) and _same(Path(source).absolute().parent, folder)
         if inside or _same(source, folder):
+            what = f"{folder} holds {source}, which is" if inside else f"{folder} is"
             raise InputError(
-                f"{folder} holds {source}, which is read: outputs never replace inputs. Choose "
-                f"another folder."
+                f"{what} read, and outputs never replace inputs. Choose another folder."
             )
     if others and not overwrite:
         more = f" and {len(others) - 3} more" if others[3:] else ""
@@ -283,9 +283,7 @@ def require_writable(
         with TemporaryFile(dir=target.parent):
             pass
     if target.exists() and any(_same(s, target) or _same(s, target.parent) for s in inputs):
-        raise InputError(
-            f"{path} is among what is read, and outputs never replace inputs. Name another file."
-        )
+        raise InputError(f"{path} is read, and outputs never replace inputs. Name another file.")
 
 
 def remove_unfinished(path: str | os.PathLike[str]) -> None:

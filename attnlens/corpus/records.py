@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from attnlens.texts.reading import fault_of
+
 Label = str | int
 
 
@@ -149,15 +151,8 @@ def _labels(entry: Mapping[str, Any], name: str | None, words: int) -> tuple[Lab
 
 
 def _encodable(text: str, name: str) -> str:
-    """Refuse what is no text: undecodable bytes, halves of surrogate pairs, and binary files."""
-    if "\0" in text:
-        raise _Unfit(f"{name!r} is no text: it holds a zero byte at character {text.index(chr(0))}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"U+{code:04X}"
-        raise _Unfit(f"{name!r} is not UTF-8: {what} at character {error.start}") from error
+    if fault := fault_of(text):
+        raise _Unfit(f"{name!r} {fault}")
     return text
 
 

@@ -245,7 +245,7 @@ FAILURES = {
     "no text model": ("{models}/vision --text {text}", "pixel_values, not text"),
     "no file": ("{models}/bert --text /no/such.txt", "No such file"),
     "a folder": ("{models}/bert --text {models}", "Is a directory"),
-    "not utf-8": ("{models}/bert --text {latin}", "byte 0xe9 at offset 3"),
+    "not utf-8": ("{models}/bert --text {latin}", "byte 0xe9 at character 3"),
     "blank": ("{models}/bert --text {blank}", "holds no text"),
     "bad layer": ("{models}/bert --text {text} --layers 7", "there are 2 layers"),
     "bad layer name": ("{models}/bert --text {text} --layers a.b", "--layers 'a.b'"),
