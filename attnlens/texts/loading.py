@@ -62,8 +62,7 @@ def text_model(model: nn.Module, tokenizer: Any, name: str = "") -> TextModel:
             raise InputError(f"{type(part).__name__} is no {kind.__name__} of transformers.")
     assert isinstance(model, PreTrainedModel)
     name = name or getattr(model.config, "name_or_path", "") or type(model).__name__
-    if model.main_input_name != "input_ids":
-        raise InputError(f"{name} reads {model.main_input_name}, not text.")
+    _require_text(model, name)
     return TextModel(name, model, tokenizer, _longest(model, tokenizer))
 
 
@@ -84,6 +83,7 @@ def load_text_model(name: str, load: Callable[[str], Any] = load_model) -> TextM
         InputError: if there is no such model, it cannot be loaded, or it does not read text.
     """
     model = _text_part(load(name), name)
+    _require_text(model, name)
     tokenizer = _load("tokenizer", name, AutoTokenizer)
     loaded = text_model(model, tokenizer, name)
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
@@ -96,6 +96,19 @@ def load_text_model(name: str, load: Callable[[str], Any] = load_model) -> TextM
     return loaded
 
 
+def _require_text(model: PreTrainedModel, name: str) -> None:
+    """Refuse a model that reads something else, before its tokenizer is missed."""
+    reads = model.main_input_name
+    if reads == "pixel_values":
+        raise InputError(
+            f"{name} reads pixels, not text. For images: attnlens report --images FILE."
+        )
+    if reads in ("input_values", "input_features"):
+        raise InputError(f"{name} reads sound, not text. In Python, a Lens looks at any model.")
+    if reads != "input_ids":
+        raise InputError(f"{name} reads {reads}, not text. In Python, a Lens looks at any model.")
+
+
 def _load(what: str, name: str, cls: Any, **options: Any) -> Any:
     """Call `from_pretrained`, and turn whatever it raises into an InputError."""
     local = _is_folder(name)
@@ -103,8 +116,10 @@ def _load(what: str, name: str, cls: Any, **options: Any) -> Any:
         with _quietly(local):
             return cls.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise InputError(f"Cannot load the {what} of {name}: {lines[0]}{_advice(local)}") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if "ignore_mismatched_sizes" in reason:  # what it points at was silenced
+            reason = "its weights are not of the sizes that its config.json says."
+        raise InputError(f"Cannot load the {what} of {name}: {reason}{_advice(local)}") from error
 
 
 def _is_folder(name: str) -> bool:
