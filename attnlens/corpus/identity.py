@@ -16,7 +16,8 @@ from attnlens.observer import Observer
 from attnlens.texts.batching import TextModel
 
 _SENTENCE = "The 2nd test, naïvely: don't tokenise “this” twice!"
-_NAMES = ("_name_or_path", "name_or_path", "transformers_version")  # nothing depends on these
+# What tells where a model is from; its type is part of its weights.
+_NAMES = ("_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype")
 _MOST = 4  # differences that are named
 _SIDES = ("padding_side", "truncation_side", "model_max_length", "special_tokens_map")
 
@@ -75,7 +76,7 @@ def _modules(model: nn.Module) -> str:
         attributes = {
             key: value if _is_plain(value) else getattr(value, "__name__", "")
             for key, value in sorted(vars(module).items())
-            if not key.startswith("_") and key != "training"
+            if not key.startswith("_") and key not in ("training", *_NAMES)
         }
         digest.update(f"{name} {type(module).__name__} {attributes!r}\n".encode())
     return digest.hexdigest()

@@ -87,7 +87,11 @@ class Plan:
         Raises:
             InputError: if the file holds no head plan.
         """
-        return cls.from_dict(read_json(path, "a head plan"))
+        document = read_json(path, "a head plan")
+        try:
+            return cls.from_dict(document)
+        except InputError as error:
+            raise InputError(f"Cannot read a head plan from {path}: {error}") from error
 
 
 # layer → heads; a boolean [L, H]; or a plan

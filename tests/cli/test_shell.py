@@ -252,8 +252,7 @@ def test_a_text_may_be_utf_16_or_compressed_or_on_standard_input(
         assert json.loads(given.stdout)["statistics"] == json.loads(expected.stdout)["statistics"]
         out = tmp_path / "out"
         scan = command("scan", place / "bert", "--text", "-", "--output", out, stdin=b"a\nb\n")
-        assert scan.code == 0 and scan.stdout.endswith("2 records of 3 tokens on average, 0 of them "
-                                                       "cut; 0 rejected\n")  # fmt: skip
+        assert scan.code == 0 and "\n2 records of 3 tokens on average" in scan.stdout
 
 
 def test_names_of_any_kind_are_said_and_shown(place: Path, tmp_path: Path) -> None:
