@@ -144,7 +144,7 @@ class HiddenState:
 
 
 @storable("entry")
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Capture:
     """One attention call of one site, exactly as the model ran it; every tensor is detached.
 
@@ -346,6 +346,14 @@ class Capture:
                 f"{self.site} has no per-head output projection: {self.projection_reason}"
             )
         return self.value @ self.output_projection.weight.to(self.value.dtype)
+
+    def __repr__(self) -> str:
+        shape = "·".join(map(str, self.shape))
+        return (
+            f"Capture of {self.site}, layer {self.layer}, {self.kind}, {self.implementation}\n"
+            f"  B·H·Q·K·D = {shape}, {self.context.dtype} on {self.context.device}\n"
+            f"  output projection {self.projection_reason or 'known'}"
+        )
 
     def _repr_html_(self) -> str:
         batch, heads, queries, keys, width = self.shape
