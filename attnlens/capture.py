@@ -161,7 +161,7 @@ class HiddenState:
 
 
 @storable("entry")
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Capture:
     """One attention call of one site, exactly as the model ran it; every tensor is detached.
 
@@ -422,6 +422,14 @@ class Capture:
             return attention * posed.value_norms[..., None, :].to(attention.dtype)
         value = selected_rows(self.value, self.support.keys, torch.float64)
         return summed_norms(self.rows, value, self.known_projection.weight)
+
+    def __repr__(self) -> str:
+        shape = "·".join(map(str, self.shape))
+        return (
+            f"Capture of {self.site}, layer {self.layer}, {self.kind}, {self.implementation}\n"
+            f"  B·H·Q·K·D = {shape}, {self.context.dtype} on {self.context.device}\n"
+            f"  output projection {self.projection_reason or 'known'}"
+        )
 
     def _repr_html_(self) -> str:
         batch, heads, queries, keys, width = self.shape
