@@ -103,3 +103,14 @@ def test_identifiability_prints_rates_and_controls_of_every_layer(tmp_path):
         assert block.splitlines()[1].split() == ["naive", "linear", "mlp"]
         assert [line.split()[1] for line in block.splitlines()[2:]] == list("012345")
     assert "position alone" in blocks[4] and "45 sentences" in blocks[5]
+
+
+def test_the_study_of_levels_leaves_the_logits_where_it_must():
+    lines = run("effective_for_what.py", "--seeds", "1", "--fraction", "0.01").splitlines()
+    shares = [re.findall(r"(\d+\.\d) / (\d+\.\d)", line) for line in lines if " texts | " in line]
+    assert shares and all(len(row) == 6 for row in shares)
+    assert all(float(answer) <= float(head) + 0.1 for row in shares for head, answer in row)
+    start = next(i for i, line in enumerate(lines) if line.startswith("by  "))
+    changes = [float(line.split()[-1]) for line in lines[start + 1 : start + 8]]
+    assert len(changes) == 7 and max(changes[:2]) < 1e-10 < 1e-6 < min(changes[2:])
+    assert sum(line.startswith(("answer_norm", "gradient", "output_norm")) for line in lines) == 3
