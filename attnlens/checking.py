@@ -137,6 +137,11 @@ def check(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Verdict:
 
     Returns:
         The verdict. An unsupported model is a verdict too, not an error.
+
+    Examples:
+        >>> verdict = check(model, batch)
+        >>> verdict.supported, len(verdict.sites)
+        (True, 6)
     """
     name = type(model).__name__
     if inputs is None:

@@ -54,6 +54,13 @@ class Lens:
     Raises:
         InputError: if an argument is of the wrong kind or value.
         UnsupportedAttentionError: on exit, if forward passes ran but no attention was seen.
+
+    Examples:
+        >>> with Lens(model, HeadStatistics()) as lens, torch.no_grad():
+        ...     output = model(**batch)
+        >>> result = lens.observers[0].compute()
+        >>> tuple(result.effective_fraction.shape)  # layers × heads
+        (6, 12)
     """
 
     def __init__(
@@ -270,6 +277,11 @@ def record(model: nn.Module, *args: Any, **inputs: Any) -> list[Capture]:
     Returns:
         The captures of the encoder's self-attention in the order of the calls. To see other
         attention, use `Lens(model, Recording(), kinds=...)`.
+
+    Examples:
+        >>> captures = record(model, **batch)
+        >>> len(captures), captures[0].kind, tuple(captures[0].context.shape)
+        (6, 'encoder', (2, 12, 19, 32))
     """
     recording = Recording()
     with Lens(model, recording), torch.no_grad():

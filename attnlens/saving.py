@@ -74,6 +74,11 @@ def save(
 
     Raises:
         InputError: if there is no form for such a result.
+
+    Examples:
+        >>> save(record(model, **batch), folder / "captures.safetensors")
+        >>> len(load(folder / "captures.safetensors"))
+        6
     """
     several = isinstance(result, (list, tuple))
     kinds = {type(entry).__name__ for entry in (result if several else [result])}
@@ -111,6 +116,11 @@ def load(path: str | os.PathLike[str]) -> Any:
     Raises:
         InputError: if the file is damaged, not from attnlens, or of another format.
         FileNotFoundError: if there is no file.
+
+    Examples:
+        >>> save(record(model, **batch), folder / "captures.safetensors")
+        >>> load(folder / "captures.safetensors")[0].site
+        'encoder.layer.0.attention.self'
     """
     header, tensors = read_sealed(path)
     kind = _kind_of(path, header)

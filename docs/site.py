@@ -1,4 +1,4 @@
-"""Pages of the site that are made of the code: the API, a page for every public name, and benchmarks.
+"""Pages of the site that are made of the code: a page for every public name, and benchmarks.
 
 `mkdocs build -f docs/mkdocs.yml` calls the two functions that mkdocs knows by name.
 """
@@ -56,7 +56,7 @@ def public_names() -> dict[str, dict[str, str]]:
         names[module_name] = {}
         for name in sorted(exported, key=str.lower):
             item = getattr(module, name)
-            if inspect.ismodule(item) or id(item) in claimed:
+            if inspect.ismodule(item) or id(item) in claimed:  # shorter names come first
                 continue
             claimed.add(id(item))
             names[module_name][name] = f"{module_name}.{name}"
@@ -102,8 +102,8 @@ def _benchmarks() -> str:
     lines = [
         "# Benchmarks",
         "",
-        "`python -m benchmarks` compares with the textbook ways on your machine, after checking that",
-        "the results agree. Every figure is a ratio of two things measured side by side in one run.",
+        "`python -m benchmarks` compares with the textbook ways on your machine, after checking",
+        "that the results agree. Every figure is a ratio of two things measured side by side.",
         "",
         "![Time and memory of one layer from 128 to 8192 tokens](pictures/growth.svg)",
         "",

@@ -126,12 +126,14 @@ def test_every_public_name_has_a_page(site):
     paths = [path for names in named.values() for path in names.values()]
     assert len(paths) > 100
     for path in paths:
-        assert f"<h1 id=\"{path}\"" in (site / "api" / f"{path}.html").read_text(encoding="utf-8")
+        assert f'<h1 id="{path}"' in (site / "api" / f"{path}.html").read_text(encoding="utf-8")
 
 
 def test_nothing_is_fetched_from_elsewhere(site):
     for page in (site / "index.html", site / "how" / "mathematics.html"):
-        loaded = re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"(https?:[^\"]+)", page.read_text())
+        loaded = re.findall(
+            r"<(?:script|img|link)[^>]+(?:src|href)=\"(https?:[^\"]+)", page.read_text()
+        )
         assert not loaded
 
 

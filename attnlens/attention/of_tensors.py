@@ -44,7 +44,7 @@ def head_statistics(
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
 
-    Example:
+    Examples:
         >>> attention = torch.tensor([[[[0.5, 0.3, 0.2]]]])
         >>> value = torch.tensor([[[[1.0], [1.0], [0.0]]]])  # the first two values are equal
         >>> head_statistics(attention, value)["effective_fraction"]
@@ -86,7 +86,7 @@ def label_attention(
     References:
         Brunner et al., ICLR 2020, figures 1b, 1c and 5.
 
-    Example:
+    Examples:
         >>> attention = torch.tensor([[[[0.5, 0.3, 0.2]]]])
         >>> value = torch.tensor([[[[1.0], [1.0], [0.0]]]])
         >>> label_attention(attention, value, torch.tensor([[0, 1, 1]]), 2).effective

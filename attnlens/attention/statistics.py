@@ -108,6 +108,14 @@ class HeadStatistics(SumObserver):
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
+
+    Examples:
+        >>> statistics = HeadStatistics(layers=[0, 5])
+        >>> with Lens(model, statistics), torch.no_grad():
+        ...     output = model(**batch)
+        >>> result = statistics.compute()
+        >>> result.layers
+        (('encoder.layer.*.attention.self', 0), ('encoder.layer.*.attention.self', 5))
     """
 
     alike = ("fields", "rtol")

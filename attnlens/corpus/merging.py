@@ -35,6 +35,13 @@ def merge_shards(
 
     Raises:
         InputError: if a shard is missing, not finished, or of another scan.
+
+    Examples:
+        >>> given = (model, tokenizer, ["One sentence.", "And another."], ["head-statistics"])
+        >>> for shard in ((0, 2), (1, 2)):
+        ...     outcome = scan(*given, out=folder / "parts", shard=shard)
+        >>> merge_shards(folder / "all", [folder / "parts"]).counts.records
+        2
     """
     paths = _complete([Path(folder) for folder in folders])
     first = load_state(paths[0])[1]

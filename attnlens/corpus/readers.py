@@ -42,6 +42,12 @@ class Corpus:
 
     Raises:
         InputError: if a file does not exist, or its format is unknown.
+
+    Examples:
+        >>> path = folder / "sentences.txt"
+        >>> _ = path.write_text("One sentence.")
+        >>> [record.text for record in Corpus(path)]
+        ['One sentence.']
     """
 
     def __init__(

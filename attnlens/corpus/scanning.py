@@ -91,6 +91,11 @@ def scan(
     Raises:
         InputError: if an argument is of the wrong kind or value, `out` holds a checkpoint of
             another scan, or an entry is no example and `on_error="raise"`.
+
+    Examples:
+        >>> outcome = scan(model, tokenizer, ["One sentence.", "And another."], [HeadStatistics()])
+        >>> outcome.counts.records
+        2
     """
     settings = Settings(batch_size, batch_tokens, chunk, max_length)
     reads = text_model(model, tokenizer, name)

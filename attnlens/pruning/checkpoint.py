@@ -42,6 +42,13 @@ def save_pruned(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Raises:
         InputError: if the model has no pruned heads, or the path is a file.
+
+    Examples:
+        >>> smaller = copy.deepcopy(model)
+        >>> report = prune_heads(smaller, {0: [3]})
+        >>> save_pruned(smaller, folder / "pruned")
+        >>> load_pruned(folder / "pruned").num_parameters() == smaller.num_parameters()
+        True
     """
     folder, model = _folder(path), _pretrained(model)
     recorded = records(model)
@@ -71,6 +78,13 @@ def load_pruned(
 
     Raises:
         InputError: if the folder holds no pruned model, or weights that do not fit it exactly.
+
+    Examples:
+        >>> smaller = copy.deepcopy(model)
+        >>> report = prune_heads(smaller, {0: [3]})
+        >>> save_pruned(smaller, folder / "pruned")
+        >>> type(load_pruned(folder / "pruned")).__name__
+        'BertModel'
     """
     folder = _folder(path)
     try:
@@ -117,6 +131,12 @@ def export_masked(
     Raises:
         InputError: if a layer or head does not exist, layers that share weights are treated
             differently, or heads of the model were pruned.
+
+    Examples:
+        >>> export_masked(model, {0: [3]}, folder / "masked")
+        >>> usual = type(model).from_pretrained(folder / "masked")
+        >>> usual.num_parameters() == model.num_parameters()
+        True
     """
     layers = find_heads(Trial(model, inputs), kinds)
     plan = resolve(heads, layers)

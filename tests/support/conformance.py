@@ -1,4 +1,4 @@
-"""The conformance suite's findings as a table, and the script that writes it into the documentation.
+"""The conformance suite's findings as a table, and the script that writes it down.
 
     python -m tests.support.conformance
 
