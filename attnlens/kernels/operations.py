@@ -133,7 +133,7 @@ def row_statistics(
 
     Examples:
         >>> query, key = torch.randn(2, 1, 4, 10, 8)
-        >>> tuple(row_statistics(query, key).entropy.shape)
+        >>> tuple(row_statistics(query, key, scaling=8**-0.5).entropy.shape)
         (1, 4, 10)
     """
     check_tensor("query", query, "B H Q D", like=query)
@@ -197,7 +197,7 @@ def effective_reduce(
 
     Examples:
         >>> coordinates, basis = torch.randn(1, 4, 10, 8), torch.randn(1, 4, 12, 8)
-        >>> tuple(effective_reduce(coordinates, basis).column_sums.shape)
+        >>> tuple(effective_reduce(coordinates, basis).absolute_column_sums.shape)
         (1, 4, 12)
     """
     check_tensor("coordinates", coordinates, "B H Q R", like=coordinates)

@@ -32,7 +32,18 @@ _WEIGHTS = "model.safetensors"
 
 
 def is_pruned(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a folder holds a model with pruned heads, by its configuration."""
+    """Tell whether a folder holds a model with pruned heads, by its configuration.
+
+    Args:
+        path: the folder.
+
+    Returns:
+        False also where there is no readable configuration.
+
+    Examples:
+        >>> is_pruned(folder)
+        False
+    """
     config = Path(path) / CONFIG_NAME
     with suppress(InputError, OSError, ValueError):
         document = read_json(config, "a configuration") if config.is_file() else None
