@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnlens.answering import effective_for
     from attnlens.attention.importance import HeadImportance
     from attnlens.attention.labels import LabelAttention
     from attnlens.attention.maps import EffectiveAttention
@@ -53,6 +54,8 @@ __all__ = [
     "TokenIdentifiability",
     # identifiability of one attention call
     "identify",
+    # effective for what
+    "effective_for",
     # corpora
     "scan",
     # training
@@ -88,6 +91,8 @@ _HOMES = {
     "TokenIdentifiability": "recovery.token_identifiability",
     # identifiability of one attention call
     "identify": "identifiability",
+    # effective for what
+    "effective_for": "answering",
     # corpora
     "scan": "corpus",
     # training

@@ -96,7 +96,7 @@ def train_maps(
         NonFiniteError: if a loss is NaN or infinite.
 
     Example:
-        >>> from attnlens import MapTraining
+        >>> from attnlens.recovery import MapTraining
         >>> target = torch.eye(3).repeat(20, 1)
         >>> split = [lambda: (2 * target[None], target)]
         >>> maps = train_maps("linear", "l2", split, split, MapTraining(0.1, max_epochs=100))
