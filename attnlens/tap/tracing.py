@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attnlens.tap import dispatch as interface
-from attnlens.tap.hooks import is_suspended
+from attnlens.tap.hooks import is_suspended, unobserved
 from attnlens.tap.layout import Product, einsum_product, matmul_product
 from attnlens.tap.multihead import open_body
 
@@ -30,6 +30,7 @@ _modes: Any = torch.overrides
 _MASKED = -5000.0
 
 _SOFTMAX = frozenset({"softmax", "_softmax"})
+_BEGINNINGS = _SOFTMAX | {"scaled_dot_product_attention", "linear"}
 _DROPOUT = frozenset({"dropout", "dropout_", "feature_dropout", "alpha_dropout"})
 _MATMUL = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
 # Same entries in another arrangement: what holds of an entry of A holds after them.
@@ -188,8 +189,10 @@ class AttentionTrace(TorchFunctionMode):
             with open_body(), self:
                 return func(*args, **kwargs)
         output = func(*args, **kwargs)
-        with torch.no_grad():
-            self._observe(_Ran(func, getattr(func, "__name__", ""), args, kwargs, output))
+        name = getattr(func, "__name__", "")
+        if self._derived or name in _BEGINNINGS:
+            with unobserved():
+                self._observe(_Ran(func, name, args, kwargs, output))
         return output
 
     def _observe(self, ran: _Ran) -> None:
