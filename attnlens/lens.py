@@ -203,9 +203,9 @@ class Lens:
                 f"inside the lens. Their tensors hold no values to look at, so they are missing "
                 f"from the results. Call the model itself inside the lens."
             )
-            if not tap.forwards.looked:
-                raise UnsupportedAttentionError(told)
             warnings.warn(told, AttnLensWarning, stacklevel=3)
+            if not tap.forwards.looked:
+                return
         silent = [] if tap.layers is None else tap.layers.silent
         if tap.layers is not None and not tap.layers.fired:
             if tap.fused:
@@ -236,8 +236,8 @@ class Lens:
         if not silent:
             return
         warnings.warn(
-            f"These modules did not run inside the lens: {_some(silent)}. Their layers are missing from "
-            f"the results.",
+            f"These modules did not run inside the lens: {_some(silent)}. Their layers "
+            f"are missing from the results.",
             AttnLensWarning,
             stacklevel=3,
         )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_iter
 
+from attnlens.tap.hooks import unobserved
 from attnlens.tap.passing import by_name
 from attnlens.tap.sites import pretrained_models
 
@@ -36,13 +37,16 @@ class Forward:
     has_graph: bool
 
     @classmethod
-    def of(cls, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Forward:
+    def of(
+        cls, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], has_graph: bool
+    ) -> Forward:
         """Describe a forward pass that begins.
 
         Args:
             module: what is called.
             args: its positional arguments.
             kwargs: its keyword arguments.
+            has_graph: whether gradients are enabled.
 
         Returns:
             The forward pass.
@@ -61,7 +65,7 @@ class Forward:
                 module.training,
                 frozenset(name for name, value in arguments.items() if value is not None),
             ),
-            torch.is_grad_enabled(),
+            has_graph,
         )
 
 
@@ -106,11 +110,13 @@ class Forwards:
             self.clear()  # an interrupt tore down a forward without running its hooks
         self._modules.append(module)
         outermost = len(self._modules) == 1
-        if outermost:
-            self._looking = self._choose(module, args, kwargs)
-        if self._looking:
-            self.looked = True
-            self.running.append(Forward.of(module, args, kwargs))
+        has_graph = torch.is_grad_enabled()
+        with unobserved():
+            if outermost:
+                self._looking = self._choose(module, args, kwargs)
+            if self._looking:
+                self.looked = True
+                self.running.append(Forward.of(module, args, kwargs, has_graph))
         return outermost
 
     def end(self, module: nn.Module) -> bool:

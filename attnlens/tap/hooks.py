@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils import module_tracker
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
@@ -163,15 +165,40 @@ def _in_engine() -> bool:
 @contextmanager
 def unobserved() -> Iterator[None]:
     """Compute without gradients in a block, and without any mode seeing what is computed."""
-    with torch.no_grad(), torch._C.DisableTorchFunction(), _operators_unseen():
+    with torch._C.DisableTorchFunction(), torch.no_grad(), _operators_unseen():
         yield
 
 
 @contextmanager
 def unheard() -> Iterator[None]:
     """Let modules run in a block without gradients, seen by no lens and by no mode of the user."""
-    with suspended(), torch.no_grad(), _functions_unseen(), _operators_unseen():
+    with (
+        suspended(),
+        _functions_unseen(),
+        torch.no_grad(),
+        _operators_unseen(),
+        _calls_uncounted(),
+    ):
         yield
+
+
+@contextmanager
+def _calls_uncounted() -> Iterator[None]:
+    """Take the hooks off every module by which torch's own FlopCounterMode follows calls."""
+    tables: list[dict[int, Any]] = [
+        torch_module._global_forward_pre_hooks,
+        torch_module._global_forward_hooks,
+    ]
+    before = [dict(table) for table in tables]
+    try:
+        for table, hooks in zip(tables, before, strict=True):
+            for identity, hook in hooks.items():
+                if getattr(hook, "__module__", "") == module_tracker.__name__:
+                    del table[identity]
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.update(hooks)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from attnlens.capture import Capture, HiddenState, LayerCapture, Link
 from attnlens.errors import UnsupportedAttentionError
 from attnlens.observer import LayerObserver
 from attnlens.tap.forwards import Forwards
-from attnlens.tap.hooks import Hook, replaying, unheard
+from attnlens.tap.hooks import Hook, replaying, unheard, unobserved
 from attnlens.tap.order import LayerOrder
 from attnlens.tap.passing import output_tensors
 from attnlens.tap.rerun import LayerCall, Layout, arranged
@@ -160,6 +160,12 @@ class LayerTap:
             return
         self._order.invoke(layer)
         self.fired.add(layer.name)
+        with unobserved():
+            self._entered(layer, module, args, kwargs)
+
+    def _entered(
+        self, layer: Site, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
         taken = LayerCall.of(layer.name, module, args, kwargs)
         if taken is None:
             self._tails[layer.stack] = _UNKNOWN
@@ -170,8 +176,7 @@ class LayerTap:
         if tail is not None:
             link = "next" if tail[0] is hidden and tail[1] == _version(hidden) else "broken"
         # A copy, because a layer may change its own input in place.
-        with unheard():
-            copy = hidden.detach().clone()
+        copy = hidden.detach().clone()
         self._running[layer.name] = _Running(call, hidden, copy, link, self._order.layer(layer))
 
     def _leave(self, layer: Site, module: nn.Module, args: Sequence[Any], output: Any) -> None:
@@ -179,8 +184,8 @@ class LayerTap:
         tensors = output_tensors(output)
         if running is None or not tensors or replaying():
             return
-        self._tails[layer.stack] = tensors[0], _version(tensors[0])
         with unheard():
+            self._tails[layer.stack] = tensors[0], _version(tensors[0])
             self._take(layer, running, tensors[0])
 
     def _take(self, layer: Site, running: _Running, left: Tensor) -> None:

@@ -17,9 +17,10 @@ from torch import nn
 from attnlens.capture import Capture
 from attnlens.errors import InputError
 from attnlens.observer import LayerObserver
-from attnlens.tap.calls import capture_of_call, capture_of_event, live_of_call, live_of_event
+from attnlens.tap.calls import capture_of_event, live_of_event
 from attnlens.tap.compiled import running_eagerly
 from attnlens.tap.dispatch import InterfaceCall, listen
+from attnlens.tap.foreign import ForeignFunctions
 from attnlens.tap.forwards import Forwards, Mode, forward_roots
 from attnlens.tap.gradients import DeliverGradient, Gradients, LiveContext
 from attnlens.tap.hooks import Hook, Lifted, lifted, replaying, unobserved
@@ -96,6 +97,7 @@ class Tap:
         self.fused = self._scope.fused
         self._order = LayerOrder()
         self._maskings = Maskings()
+        self._foreign = ForeignFunctions()
 
     def attach(self, stack: ExitStack) -> None:
         """Register every hook, each with its removal.
@@ -198,8 +200,8 @@ class Tap:
         site = self._interface[id(call.module)]
         self._heard(
             site,
-            lambda: capture_of_call(call, site.name, self._maskings),
-            lambda: live_of_call(call),
+            lambda: self._foreign.capture(call, site.name, self._maskings),
+            lambda: self._foreign.live(call),
         )
 
     def _heard_event(self, frame: Frame, event: Event) -> None:
