@@ -187,7 +187,7 @@ def _projection_outputs(
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if name in outputs:
-                stack.callback(module.register_forward_hook(keeper(name)).remove)
+                stack.callback(keeper(name).attach(module.register_forward_hook))
         _seeded(model, inputs)
     return outputs
 

@@ -133,8 +133,8 @@ def _differentiable() -> Generator[None]:
     # Neither the fused kernels of scaled dot product attention nor the fast path of
     # nn.TransformerEncoderLayer has a forward-mode derivative.
     fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     try:
+        torch.backends.mha.set_fastpath_enabled(False)
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
