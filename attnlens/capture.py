@@ -20,6 +20,7 @@ from attnlens.errors import CaptureError
 from attnlens.kernels import Backend
 from attnlens.results import facts_html
 from attnlens.saving import storable
+from attnlens.showing import Shown
 
 Kind = Literal["encoder", "decoder", "cross"]
 Link = Literal["first", "next", "broken"]
@@ -145,7 +146,7 @@ class HiddenState:
 
 @storable("entry")
 @dataclass(frozen=True, eq=False)
-class Capture:
+class Capture(Shown):
     """One attention call of one site, exactly as the model ran it; every tensor is detached.
 
     Attributes:

@@ -25,13 +25,14 @@ from attnlens.errors import AttnLensError, AttnLensWarning, InputError, Unsuppor
 from attnlens.kernels import Backend, resolve
 from attnlens.observer import GradientObserver, LayerObserver, Observer
 from attnlens.results import facts_html
+from attnlens.showing import Shown
 from attnlens.tap.forwards import Mode
 from attnlens.tap.selection import Kinds, select
 from attnlens.tap.sites import Catalogue, mixing_module
 from attnlens.tap.tap import Tap
 
 
-class Lens:
+class Lens(Shown):
     """Attach observers to a model for the duration of a `with` block.
 
     The model's outputs are bit-identical with and without a lens. Its configuration, masks,

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
 
-from attnlens.algebra.problem import problem
-from attnlens.capture import Capture
+from attnlens.algebra.problem import Problem, problem
+from attnlens.algebra.values import repeated
+from attnlens.capture import Capture, Kind
 from attnlens.errors import AttnLensError, InputError, MemoryBoundError
 from attnlens.observer import Observer
 from attnlens.results import LayerKey, Result
 from attnlens.saving import storable
+
+_KINDS = get_args(Kind)
+_TENSORS = ("raw", "effective", "mask", "value_norm")
 
 
 @storable("entry")
@@ -29,6 +33,10 @@ class AttentionMap(Result):
         raw: `[B, h, Q, K]` float32, A.
         effective: `[B, h, Q, K]` float32, A⊥.
         mask: `[B, 1 or h, Q, K]` bool, True where a real query may attend.
+        kind: `"encoder"`, `"decoder"` or `"cross"` attention.
+        value_norm: `[B, h, 1, K]` float32, `‖T_j‖` (`‖V_j‖` where H is not known), so that
+            `raw * value_norm` is norm-weighted attention (Kobayashi et al., "Attention is Not Only
+            a Weight", EMNLP 2020); None where it is not known.
     """
 
     stack: str
@@ -37,6 +45,8 @@ class AttentionMap(Result):
     raw: Tensor
     effective: Tensor
     mask: Tensor
+    kind: Kind = "encoder"
+    value_norm: Tensor | None = None
 
     axes: ClassVar = {"example": "", "head": "heads", "query": "", "key": ""}
 
@@ -91,7 +101,7 @@ class EffectiveAttention(Observer):
                 f"0 to {heads - 1}."
             )
         masks = capture.support.keys.shape[1]
-        needed = batch * queries * keys * (8 * len(chosen) + masks)
+        needed = batch * keys * (queries * (8 * len(chosen) + masks) + 4 * len(chosen))
         if self.kept_bytes + needed > self.max_bytes:
             raise MemoryBoundError(
                 f"Keeping {len(chosen)} head(s) of {capture.site} for {batch} example(s) of "
@@ -113,6 +123,8 @@ class EffectiveAttention(Observer):
                 _kept(raw[:, index]),
                 _kept(effective[:, index]),
                 mask.to("cpu", copy=True),
+                capture.kind,
+                _kept(_value_norm(problem(capture))[:, index]),
             )
         )
 
@@ -142,7 +154,8 @@ class EffectiveAttention(Observer):
         for index, kept in enumerate(self._maps):
             prefix = f"{index}/{kept.stack}/{kept.layer}"
             state[f"{prefix}/heads"] = torch.tensor(kept.heads)
-            for name in ("raw", "effective", "mask"):
+            state[f"{prefix}/kind"] = torch.tensor(_KINDS.index(kept.kind))
+            for name in _TENSORS:
                 state[f"{prefix}/{name}"] = getattr(kept, name)
         return state
 
@@ -161,7 +174,10 @@ class EffectiveAttention(Observer):
             index, rest = head.split("/", 1)
             stack, layer = rest.rsplit("/", 1)
             entry = entries.setdefault(int(index), ((stack, int(layer)), {}))
-            entry[1][quantity] = tuple(tensor.tolist()) if quantity == "heads" else tensor
+            if quantity == "heads":
+                entry[1][quantity] = tuple(tensor.tolist())
+            else:
+                entry[1][quantity] = _KINDS[int(tensor)] if quantity == "kind" else tensor
         maps = [
             AttentionMap(stack, layer, **parts)
             for _, ((stack, layer), parts) in sorted(entries.items())
@@ -211,7 +227,17 @@ def stacked_maps(
 
 
 def _nbytes(maps: Iterable[AttentionMap]) -> int:
-    return sum(m.raw.nbytes + m.effective.nbytes + m.mask.nbytes for m in maps)
+    tensors = (getattr(entry, name) for entry in maps for name in _TENSORS)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _value_norm(posed: Problem) -> Tensor:
+    """`‖T_j‖` of every key, `[B, H, 1, K]`."""
+    values = repeated(posed.values, posed.heads)
+    if posed.root is not None:
+        values = values.double() @ posed.root
+    norms: Tensor = torch.linalg.vector_norm(values, dim=-1)
+    return norms[:, :, None]
 
 
 def _kept(maps: Tensor) -> Tensor:

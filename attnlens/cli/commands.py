@@ -18,6 +18,7 @@ from attnlens.cli.options import (
     Lines,
     MaxLength,
     ModelName,
+    PagePath,
     Text,
     names_in,
     require_folder,
@@ -50,9 +51,6 @@ Field = Annotated[
 Output = Annotated[
     Path | None,
     typer.Option("--output", metavar="DIR", help="Write safetensors and JSON into this folder."),
-]
-PagePath = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write an interactive report.")
 ]
 
 

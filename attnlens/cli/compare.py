@@ -7,8 +7,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from attnlens.cli.options import AsJson, BatchSize, Lines, MaxLength, Text
-from attnlens.cli.terminal import bars, print_json
+from attnlens.cli.options import (
+    AsJson,
+    BatchSize,
+    Lines,
+    MaxLength,
+    PagePath,
+    Text,
+    require_folder,
+)
+from attnlens.cli.terminal import bars, print_json, say, writing
+from attnlens.recipes.page_content import PageContent
 from attnlens.recipes.text_drift import DriftField, compare_on_texts
 from attnlens.reporting.tables import head_table
 from attnlens.results import cell
@@ -28,8 +37,11 @@ def compare(
     as_json: AsJson = False,
     batch_size: BatchSize = 8,
     max_length: MaxLength = None,
+    html: PagePath = None,
 ) -> None:
     """Compare every head of a model with the same head of another, on the same text."""
+    if html is not None:
+        require_folder(html)
     texts = read_examples(text, lines)
     with bars() as progress:
         result = compare_on_texts(
@@ -38,8 +50,14 @@ def compare(
             texts,
             batch_size=batch_size,
             max_length=max_length,
+            page=None if html is None else PageContent(),
             progress=progress,
         )
+    if html is not None and result.page is not None:
+        for note in result.page.notes:
+            say(note, "note")
+        with writing(html):
+            result.page.save(html)
     if as_json:
         print_json(result.to_dict())
         return

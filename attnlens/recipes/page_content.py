@@ -47,10 +47,12 @@ class CloseLook:
     Attributes:
         results: maps by example and layer, and attribution if there is any.
         tokens: tokens of each example.
+        segments: text of a pair that each of them is of.
     """
 
     results: Sequence[Any]
     tokens: Sequence[Sequence[str]]
+    segments: Sequence[Sequence[int]]
 
 
 def look_closely(
@@ -78,23 +80,26 @@ def look_closely(
     attribution = [HiddenTokenAttribution(_PROBES, keep="matrices")] if content.attribution else []
     first = texts[: content.examples]
     entries: list[AttentionMap] = []
-    tokens = []
+    tokens, segments = [], []
     progress("Looking closely", 0, len(first))
     with Lens(model.model, maps, *attribution, layers=layers), torch.no_grad():
         for place, text in enumerate(first):
             (batch,) = model.batches(model.tokenise([text], max_length), 1)
             model.model(**batch)
-            tokens.append(model.tokenizer.convert_ids_to_tokens(batch["input_ids"][0].tolist()))
+            ids = batch["input_ids"]
+            tokens.append(model.tokenizer.convert_ids_to_tokens(ids[0].tolist()))
+            segments.append(batch.get("token_type_ids", torch.zeros_like(ids))[0].tolist())
             entries += [_beginning(entry, content.tokens) for entry in maps.compute()]
             maps.reset()
             progress("Looking closely", place + 1, len(first))
-    return CloseLook([*entries, *attribution], tokens)
+    return CloseLook([*entries, *attribution], tokens, segments)
 
 
 def _beginning(entry: AttentionMap, tokens: int) -> AttentionMap:
     """Drop what will not be shown, so that long examples do not fill the memory."""
     raw, effective = (m[..., :tokens, :tokens].clone() for m in (entry.raw, entry.effective))
-    return replace(entry, raw=raw, effective=effective)
+    norms = None if entry.value_norm is None else entry.value_norm[..., :tokens].clone()
+    return replace(entry, raw=raw, effective=effective, value_norm=norms)
 
 
 def lay_out(
@@ -103,6 +108,8 @@ def lay_out(
     content: PageContent,
     model: str,
     settings: Mapping[str, Any],
+    notes: Sequence[str],
+    second: tuple[str, CloseLook] | None = None,
 ) -> Report:
     """Lay results out as a page that names no folder of this machine.
 
@@ -112,6 +119,8 @@ def lay_out(
         content: what the page is to hold.
         model: name of the model.
         settings: how it was run.
+        notes: what was cut or left out before.
+        second: name of a second model, and what was seen of the first examples there.
 
     Returns:
         The page.
@@ -120,8 +129,15 @@ def lay_out(
     return report(
         [*results, *closely.results],
         tokens=closely.tokens,
-        model=Path(model).name if Path(model).is_dir() else model,
+        segments=closely.segments,
+        second=None if second is None else (_name(second[0]), second[1].results),
+        model=_name(model),
+        notes=notes,
         settings={**settings, **source},
         max_tokens=content.tokens,
         max_bytes=int(content.megabytes * 1e6),
     )
+
+
+def _name(model: str) -> str:
+    return Path(model).name if Path(model).is_dir() else model

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from attnlens.comparison import HeadDrift, compare
 from attnlens.errors import InputError
 from attnlens.recipes.ingredients import Progress, reader, silent
+from attnlens.recipes.page_content import PageContent, lay_out, look_closely
+from attnlens.reporting.page import Report
 from attnlens.results import plain
 from attnlens.texts.batching import TextModel
 
@@ -25,6 +27,7 @@ class TextDrift:
         examples: number of texts.
         truncated: number of texts that were cut to the models' limit.
         drift: one number per head and quantity.
+        page: the page, if there is to be one.
     """
 
     model_a: str
@@ -32,6 +35,7 @@ class TextDrift:
     examples: int
     truncated: int
     drift: HeadDrift
+    page: Report | None = None
 
     def most_moved(self, field: DriftField) -> tuple[int, int]:
         """Find the head that moved most.
@@ -48,8 +52,8 @@ class TextDrift:
         return row, head
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return plain(vars(self))
+        """Return everything but the page, ready for JSON."""
+        return plain({name: part for name, part in vars(self).items() if name != "page"})
 
 
 def compare_on_texts(
@@ -59,6 +63,7 @@ def compare_on_texts(
     *,
     batch_size: int = 8,
     max_length: int | None = None,
+    page: PageContent | None = None,
     progress: Progress = silent,
 ) -> TextDrift:
     """Compare every head of a model with the same head of another, on the same texts.
@@ -69,6 +74,7 @@ def compare_on_texts(
         texts: at least one.
         batch_size: most texts in a batch.
         max_length: most tokens of a text; by default what the first model can read.
+        page: what a page of both models is to hold; None makes none.
         progress: told how far it is.
 
     Returns:
@@ -85,4 +91,20 @@ def compare_on_texts(
             f"cannot be compared. Compare a model with one that was trained from it."
         )
     drift = compare(before.model, after.model, before.batches(tokenised, batch_size))
-    return TextDrift(before.name, after.name, len(texts), tokenised.truncated, drift)
+    result = TextDrift(before.name, after.name, len(texts), tokenised.truncated, drift)
+    if page is None:
+        return result
+    first, second = (
+        look_closely(model, texts, page, None, max_length, progress) for model in (before, after)
+    )
+    notes = [f"{tokenised.truncated} of {len(texts)} examples were too long and were cut."]
+    laid_out = lay_out(
+        [drift],
+        first,
+        page,
+        before.name,
+        {"batch_size": batch_size, "max_length": max_length},
+        notes if tokenised.truncated else [],
+        (after.name, second),
+    )
+    return replace(result, page=laid_out)

@@ -1,0 +1,44 @@
+"""What can lay itself out as a page; the pages are drawn by whoever registers for a class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import singledispatch
+from typing import Any
+
+
+class Shown:
+    """A mixin of things that have a page."""
+
+    def show(
+        self,
+        example: int | None = None,
+        *,
+        tokens: Sequence[Sequence[str]] | None = None,
+        **choices: Any,
+    ) -> Any:
+        """Lay this out as an interactive page, which a notebook shows inline.
+
+        Args:
+            example: the only example whose maps are shown; None shows all.
+            tokens: tokens of each example.
+            **choices: see :func:`attnlens.report`.
+
+        Returns:
+            The page, a :class:`~attnlens.Report`.
+        """
+        return page_of(self, example=example, tokens=tokens, **choices)
+
+
+@singledispatch
+def page_of(source: Any, **choices: Any) -> Any:
+    """Lay something out as a page.
+
+    Args:
+        source: of a class that is registered.
+        **choices: see :func:`attnlens.report`.
+
+    Raises:
+        TypeError: if the class is not registered.
+    """
+    raise TypeError(f"There is no page of a {type(source).__name__}.")
