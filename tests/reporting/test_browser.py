@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 from xml.etree import ElementTree
 
 import numpy as np
@@ -15,9 +16,11 @@ from transformers import AutoTokenizer
 
 import attnlens
 from attnlens import EffectiveAttention, HeadStatistics, HiddenTokenAttribution, Lens
+from attnlens.attention.maps import AttentionMap
 from attnlens.demo import model_folder
 from tests.support import models
 from tests.support.pages import Visit, chrome, number
+from tests.support.results import one_of_each
 
 LOOKS = [(1400, "light"), (1400, "dark"), (500, "light"), (500, "dark")]
 HOSTILE = [
@@ -539,3 +542,79 @@ def test_a_notebook_shows_the_page_in_a_frame(browser, seen, tmp_path):
     assert agrees(visit.cell("#view-maps .figure", (4, 2), (6, 6)), raw[4, 2].item())
     browser.switch_to.default_content()
     assert browser.get_log("browser") == []
+
+
+def test_a_page_without_maps_has_what_there_is(browser, seen, tmp_path):
+    statistics, attribution = seen.observers[0], seen.observers[2].compute()
+    visit = Visit(browser, attnlens.report(statistics), tmp_path)
+    assert not visit.find("#views-section").is_displayed()
+    assert not visit.find("#example").is_displayed()
+    visit.choose(field=3)
+    visit.require_sound()
+    visit = Visit(browser, attnlens.report(attribution), tmp_path)
+    assert not visit.find("#heads-section").is_displayed()
+    assert [tab.text for tab in visit.all("[role=tab]")] == ["By layer"]
+    assert visit.find("#view-curves").is_displayed()
+    assert visit.find("#curve option").text == "Hidden token attribution: own"
+    visit.require_sound()
+
+
+def test_many_heads_of_which_some_are_unknown(browser, tmp_path):
+    statistics = one_of_each()["HeadStatisticsResult"]
+    many = {
+        name: torch.linspace(-1, 1, 48 * 40).reshape(48, 40)
+        for name, values in statistics.tensors().items()
+        if values.dim() == 2
+    }
+    many["rank"] = torch.full((48, 40), torch.nan)
+    many["examples"] = torch.full((48, 40), 7.0)
+    layers = tuple(("decoder.layers.*.self_attn", layer) for layer in range(48))
+    whole = dataclasses.replace(statistics, layers=layers, value_space=("T",) * 48, **many)
+    visit = Visit(browser, attnlens.report(whole), tmp_path, width=500)
+    assert "over 7 examples" in visit.cell("#heads", (47, 39), (48, 40))
+    visit.choose(field=1)
+    assert visit.cell("#heads", (3, 2), (48, 40)).endswith("rank – over 7 examples")
+    visit.require_sound("many-heads")
+
+
+def test_two_models_are_subtracted(browser, tmp_path):
+    before, after = models.build("bert"), models.build("bert")
+    with torch.no_grad():
+        after.encoder.layer[1].attention.self.query.weight.mul_(3)
+    kept = []
+    for model in (before, after):
+        maps = EffectiveAttention()
+        with Lens(model, maps), torch.no_grad():
+            model(**models.inputs("bert"))
+        kept.append(maps.compute())
+    page = attnlens.report(kept[0], second=("after", kept[1]), tokens=TOKENS, model="before")
+    visit = Visit(browser, page, tmp_path, fragment="example=1&example2=1&layer=1&layer2=1&head=2")
+    assert visit.find("#tab-beside").get_attribute("aria-selected") == "true"
+    visit.choose(head2=2, part="raw")
+    titles = [title.text for title in visit.all("#view-beside h3")]
+    assert titles[0].startswith("first: before,") and titles[1].startswith("second: after,")
+    one, other = (maps[1].raw[1, 2, 4, 2].item() for maps in kept)
+    said = visit.cell("#view-beside .figure:nth-child(3)", (4, 2), (6, 6))
+    assert agrees(said, one - other) and one != other
+    visit.open("maps")
+    visit.choose(model=1)
+    assert agrees(visit.cell("#view-maps .figure", (4, 2), (6, 6)), other)
+    visit.require_sound("two-models")
+
+
+def test_sinks_are_hidden_and_means_are_over_heads(browser, tmp_path):
+    raw = torch.full((1, 2, 4, 4), 0.1)
+    raw[..., 1] = 0.7
+    raw[:, 1, :, 2] += 0.2
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    entry = AttentionMap("s", 0, (0, 1), raw, raw / 2, mask)
+    page = attnlens.report([entry], tokens=[["[CLS]", "a", "b", "[SEP]"]])
+    visit = Visit(browser, page, tmp_path, fragment="head=-1")
+    said = visit.cell("#view-maps .figure", (3, 2), (4, 4))
+    assert said.startswith("[SEP] → b") and agrees(said, 0.2)
+    visit.choose(hide="sinks")
+    said = visit.cell("#view-maps .figure", (1, 0), (2, 1))
+    assert said.startswith("b → b") and agrees(said, 0.2)
+    visit.choose(rescale=True)
+    assert agrees(visit.cell("#view-maps .figure", (1, 0), (2, 1)), 1.1)
+    visit.require_sound()

@@ -44,7 +44,8 @@ test("pairs are filtered by side", () => {
 });
 
 test("no more tokens than asked for", () => {
-  assert.equal(shown(content, DEFAULTS, place, 3).parts.raw.values.length, 9);
+  assert.equal(shown(content, DEFAULTS, place, { most: 3 }).parts.raw.values.length, 9);
+  assert.deepEqual(Object.keys(shown(content, DEFAULTS, place, { only: "raw" }).parts), ["raw"]);
 });
 
 test("places have names", () => {

@@ -48,7 +48,9 @@ function errorsOf({ unit, norms }) {
 /** @param {string} text */
 function bytesOf(text) {
   const binary = atob(text);
-  return unzlibSync(Uint8Array.from(binary, (letter) => letter.charCodeAt(0)));
+  const bytes = new Uint8Array(binary.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = binary.charCodeAt(i);
+  return unzlibSync(bytes);
 }
 
 /**
@@ -62,12 +64,13 @@ export function integers(text, bits) {
   const width = Math.ceil(bits / 8);
   const count = planes.length / width;
   const missing = 2 ** bits - 1;
-  return Float64Array.from({ length: count }, (_, i) => {
+  const numbers = new Float64Array(count);
+  for (let i = 0; i < count; i++) {
     let folded = 0;
     for (let byte = width - 1; byte >= 0; byte--) folded = folded * 256 + planes[i + byte * count];
-    if (folded === missing) return NaN;
-    return folded % 2 ? -(folded + 1) / 2 : folded / 2;
-  });
+    numbers[i] = folded === missing ? NaN : folded % 2 ? -(folded + 1) / 2 : folded / 2;
+  }
+  return numbers;
 }
 
 /**

@@ -23,7 +23,7 @@ export function headsView(page) {
       const { content, state, dark } = page;
       const { grids, layers, maps } = content.document;
       const grid = grids[state.field];
-      at("meaning").textContent = `${grid.meaning}${grid.meaning ? ";" : ""} mean${scopeOf(grid)}`;
+      at("meaning").textContent = grid.meaning;
       const values = flat(grid.values);
       const [rows, columns] = [grid.layers.length, grid.values[0].length];
       const known = values.filter(Number.isFinite);

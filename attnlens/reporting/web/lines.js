@@ -4,6 +4,7 @@
 import { canvas, html, svg, themed } from "./elements.js";
 import { entry } from "./matrix.js";
 import { said } from "./maps.js";
+import { digits } from "./numbers.js";
 import { ABSENT, TITLES, groupOf, placeOf, shown, titleOf } from "./shown.js";
 
 /** @typedef {import("./matrix.js").Matrix} Matrix */
@@ -50,15 +51,15 @@ export function linesView(page, host) {
 
   /** @param {string} name @param {number} row @param {number} column */
   function panel(name, row, column) {
-    const { queries, keys, parts } = /** @type {Shown} */ (what);
-    const m = parts[name];
-    const largest = Math.max(...["raw", "effective"].map((part) => largestOf(strokes(parts[part], row, column))));
+    const { queries, keys, parts: { [name]: m } } = /** @type {Shown} */ (what);
+    const drawn = strokes(m, row, column);
+    const largest = largestOf(drawn);
     const width = Math.max(280, Math.min(620, (panels.clientWidth - 20) / (panels.clientWidth > 700 ? 2 : 1)));
     const height = HIGH * Math.max(m.rows, m.columns) + 4;
     const middle = width - 2 * SIDE;
     const picture = canvas(middle * RESOLUTION, height * RESOLUTION, (context) => {
       context.scale(RESOLUTION, RESOLUTION);
-      for (const [i, j, value] of strokes(m, row, column)) {
+      for (const [i, j, value] of drawn) {
         if (Math.abs(value) < FAINT * largest) continue;
         context.globalAlpha = Math.abs(value) / largest;
         context.strokeStyle = value < 0 ? themed("--minus") : themed("--plus");
@@ -76,11 +77,11 @@ export function linesView(page, host) {
     }, text.length > 14 ? `${Array.from(text).slice(0, 13).join("")}…` : text);
     const drawing = svg(
       "svg", { width, height, "aria-hidden": "true", style: "font: 12px system-ui, 'DejaVu Sans', sans-serif", fill: themed("--ink") },
-      svg("image", { x: SIDE, y: 0, width: middle, height, href: picture.toDataURL() }),
       ...queries.names.map((text, i) => label(text, i, "queries", i === row)),
       ...keys.names.map((text, j) => label(text, j, "keys", j === column)),
     );
-    return html("div", { class: "figure" }, html("h3", {}, TITLES[name]), drawing);
+    Object.assign(picture.style, { left: `${SIDE}px`, width: `${middle}px`, height: `${height}px` });
+    return html("div", { class: "figure" }, html("h3", {}, `${TITLES[name]}, the strongest line ${digits(largest)}`), html("div", { class: "lines" }, picture, drawing));
   }
 
   function render() {
@@ -145,7 +146,7 @@ export function linesView(page, host) {
   return {
     draw() {
       const { content, state } = page;
-      what = shown(content, state, placeOf(state), MOST);
+      what = shown(content, state, placeOf(state), { most: MOST });
       hover = { row: -1, column: -1 };
       panels.hidden = !what;
       readout.hidden = !what;

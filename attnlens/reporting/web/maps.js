@@ -86,7 +86,7 @@ export function mapsView(page, host) {
         all[i].draw({
           title: `${TITLES[name]}${blank ? ": zero to all digits, all of this head's attention counts" : ""}`,
           matrix: what.parts[name],
-          scale: name === "norm-weighted" ? plainScale(what.parts[name].values) : common,
+          scale: name === "norm-weighted" ? plainScale(what.parts[name].values, { low: 0, high: signedScale([what.parts[name].values], dark, share).high }) : common,
           rows: what.queries.names, columns: what.keys.names, across: "keys", down: "queries",
           cursor: state.direction === "from" ? [token, 0] : [0, token],
           ...(token < 0 ? {} : { follow: state.direction === "from" ? "row" : "column" }),

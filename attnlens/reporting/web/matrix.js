@@ -45,6 +45,9 @@ export const weighted = (m, weights) => ({ ...m, values: m.values.map((value, i)
  * @param {number[][]} columns
  */
 export function grouped(m, rows, columns) {
+  if ([...rows, ...columns].every((group) => group.length === 1)) {
+    return matrix(rows.length, columns.length, (i, j) => m.values[rows[i][0] * m.columns + columns[j][0]]);
+  }
   return matrix(rows.length, columns.length, (i, j) => {
     let sum = 0;
     for (const row of rows[i]) for (const column of columns[j]) sum += m.values[row * m.columns + column];

@@ -31,6 +31,7 @@ export function modelView(page, host) {
   host.replaceChildren(count, thumbs);
   /** @type {string[][]} */
   let table = [];
+  let drawn = ""; // what the thumbnails that are there show
   return {
     draw() {
       const { content, state, dark } = page;
@@ -45,35 +46,43 @@ export function modelView(page, host) {
       count.textContent = heads.length ? `${order.length} of ${heads.length} heads, ${TITLES[part]}, each with colours of its own` : ABSENT;
       const wide = Math.max(1, ...blocks.map((block) => block.heads.length));
       thumbs.style.setProperty("--wide", String(state.sort < 0 ? wide : Math.min(wide, order.length)));
-      const focused = document.activeElement?.getAttribute("data-head");
-      thumbs.replaceChildren(...order.map(({ layer, head, value }) => {
-        const what = shown(content, state, { ...placeOf(state), layer, head });
-        const m = what?.parts[part];
-        const fact = value === null ? "" : `${grid.name} ${digits(value)}`;
-        const picture = m && m.rows && m.columns ? canvas(m.columns, m.rows, (context) => {
-          const image = context.createImageData(m.columns, m.rows);
-          paint(signedScale([m.values], dark, state.clip ? 0.97 : 1), m.values, image.data);
-          context.putImageData(image, 0, 0);
-        }) : html("span", {}, "–");
-        const here = layer === state.layer && head === state.head;
-        const button = html(
-          "button", { type: "button", class: "thumb", "data-head": `${layer}/${head}`, "aria-pressed": String(here),
-            "aria-label": `Open layer ${layers[layer]}, head ${head}${fact ? `: ${fact}` : ""}` },
-          picture, html("span", {}, `${layers[layer]} · ${head}${value === null ? "" : `: ${digits(value)}`}`),
-        );
-        button.addEventListener("click", () => page.choose({ layer, head, view: "maps" }));
-        button.addEventListener("keydown", (event) => step(event, wide));
-        return button;
-      }));
-      if (focused) /** @type {HTMLElement | null} */ (thumbs.querySelector(`[data-head="${focused}"]`))?.focus();
+      const choice = [state.model, state.example, part, state.hide, state.rescale, state.words, state.pairs, state.clip, dark];
+      const key = JSON.stringify([choice, order]);
+      if (key !== drawn) thumbs.replaceChildren(...order.map((entry) => thumb(entry, part, grid)));
+      drawn = key;
+      for (const each of thumbs.children) {
+        each.setAttribute("aria-pressed", String(each.getAttribute("data-head") === `${state.layer}/${state.head}`));
+      }
       table = [["layer", "head", grid?.name ?? ""], ...order.map(({ layer, head, value }) => [layers[layer], String(head), String(value ?? "")])];
       host.setAttribute("aria-label", `All heads in example ${state.example + 1}`);
     },
     table: () => table,
   };
 
-  /** Arrow keys go from head to head. @param {KeyboardEvent} event @param {number} wide */
-  function step(event, wide) {
+  /** @param {Entry} entry @param {string} part @param {Grid | undefined} grid */
+  function thumb({ layer, head, value }, part, grid) {
+    const { content, state, dark } = page;
+    const { layers } = content.document;
+    const m = shown(content, state, { ...placeOf(state), layer, head }, { only: part })?.parts[part];
+    const picture = m && m.rows && m.columns ? canvas(m.columns, m.rows, (context) => {
+      const image = context.createImageData(m.columns, m.rows);
+      paint(signedScale([m.values], dark, state.clip ? 0.97 : 1), m.values, image.data);
+      context.putImageData(image, 0, 0);
+    }) : html("span", {}, "–");
+    const fact = grid && value !== null ? digits(value) : "";
+    const label = `Open layer ${layers[layer]}, head ${head}${grid && fact ? `: ${grid.name} ${fact}` : ""}`;
+    const button = html(
+      "button", { type: "button", class: "thumb", "data-head": `${layer}/${head}`, "aria-label": label },
+      picture, html("span", {}, `${layers[layer]} · ${head}${fact ? `: ${fact}` : ""}`),
+    );
+    button.addEventListener("click", () => page.choose({ layer, head, view: "maps" }));
+    button.addEventListener("keydown", step);
+    return button;
+  }
+
+  /** Arrow keys go from head to head. @param {KeyboardEvent} event */
+  function step(event) {
+    const wide = Number(thumbs.style.getPropertyValue("--wide"));
     const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -wide, ArrowDown: wide }[event.key];
     const buttons = Array.from(thumbs.children);
     if (by === undefined) return;

@@ -44,10 +44,10 @@ export function axisOf(all, state, stays) {
  * @param {Content} content
  * @param {State} state
  * @param {Place} place
- * @param {number} [most] tokens on each axis
+ * @param {{ most?: number, only?: string }} [choice] tokens on each axis, and the only part
  * @returns {Shown | null} null where the maps are not in the file
  */
-export function shown(content, state, place, most = Infinity) {
+export function shown(content, state, place, { most = Infinity, only } = {}) {
   const maps = content.maps(place);
   if (!maps) return null;
   const { block } = maps;
@@ -62,7 +62,8 @@ export function shown(content, state, place, most = Infinity) {
   const columns = axisOf(keys, state, (j) =>
     j < Math.min(block.columns, most) && !(state.hide !== "nothing" && keys[j].special) && !drains.includes(j) && paired(j, 1));
   const whole = Array.from({ length: block.columns }, (_, j) => [j]);
-  const parts = Object.fromEntries(Object.entries(maps.parts).map(([name, part]) => {
+  const wanted = Object.entries(maps.parts).filter(([name]) => only === undefined || name === only);
+  const parts = Object.fromEntries(wanted.map(([name, part]) => {
     const left = grouped(part, rows.groups, columns.groups);
     return [name, state.rescale ? rescaled(left, grouped(part, rows.groups, whole)) : left];
   }));
