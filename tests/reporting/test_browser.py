@@ -428,6 +428,8 @@ def test_generated_text_is_followed_step_by_step(browser, tmp_path):
     visit = Visit(browser, attnlens.report(lens, tokens=[names]), tmp_path)
     assert visit.find("#view-text .text").text == "Once upon a time there was an octopus"
     assert visit.find("#step-said").text == "Step 1 of 5: read time, wrote there"
+    assert visit.find("#subject").text == "1 example"
+    assert visit.find("#heads h3").text == "effective fraction over 5 steps"
     visit.choose(layer=1, head=1)
     visit.focus("#step")
     visit.press(Keys.RIGHT, Keys.RIGHT)

@@ -9,8 +9,16 @@ import { cellTexts, digits } from "./numbers.js";
 /** @typedef {import("./content.js").Grid} Grid */
 /** @typedef {import("./shown.js").Page} Page */
 
-/** @param {Grid} grid */
-const scopeOf = (grid) => (grid.examples === undefined ? "" : ` over ${grid.examples} example${grid.examples === 1 ? "" : "s"}`);
+/**
+ * What a grid is averaged over; each step of a generated text counts by itself.
+ * @param {Page} page
+ * @param {Grid} grid
+ */
+function scopeOf({ content }, grid) {
+  if (grid.examples === undefined) return "";
+  const unit = content.document.examples.some((example) => example.steps) ? "step" : "example";
+  return ` over ${grid.examples} ${unit}${grid.examples === 1 ? "" : "s"}`;
+}
 
 /** @param {(number | null)[][]} values */
 const flat = (values) => values.flat().map((value) => value ?? NaN);
@@ -34,14 +42,14 @@ export function headsView(page) {
       const every = !maps.length || dots.length === rows * columns;
       at("dots").hidden = every;
       figure.draw({
-        title: `${grid.name}${scopeOf(grid)}`,
+        title: `${grid.name}${scopeOf(page, grid)}`,
         matrix: { rows, columns, values: Float64Array.from(values) },
         scale: change ? signedScale([values], dark) : plainScale(values),
         rows: grid.layers.map((layer) => layers[layer]), columns: Array.from({ length: columns }, (_, head) => String(head)),
         across: "head", down: "layer", cell: 30, cursor: [grid.layers.indexOf(state.layer), state.head],
         ...(columns <= 24 && at("heads").clientWidth / columns > 36 ? { texts: cellTexts(grid.values.flat()) } : {}),
         dots: every ? [] : dots,
-        say: (row, head) => `layer ${layers[grid.layers[row]]}, head ${head}: ${grid.name} ${digits(grid.values[row][head], 4)}${scopeOf(grid)}`,
+        say: (row, head) => `layer ${layers[grid.layers[row]]}, head ${head}: ${grid.name} ${digits(grid.values[row][head], 4)}${scopeOf(page, grid)}`,
         choose: (row, head) => page.choose({ layer: grid.layers[row], head }),
       });
     },
@@ -54,7 +62,8 @@ export function headsView(page) {
  * @param {Page} page
  * @returns {string[]}
  */
-export function scopes({ content, state }) {
+export function scopes(page) {
+  const { content, state } = page;
   const { grids, examples } = content.document;
   const telling = ["effective fraction", "rank", "entropy", "importance"];
   const facts = grids.filter((grid) => telling.includes(grid.name)).map((grid) => {
@@ -62,7 +71,7 @@ export function scopes({ content, state }) {
     return value === null || value === undefined ? "" : `${grid.name} ${digits(value)}`;
   }).filter(Boolean);
   const grid = grids.find((each) => telling.includes(each.name));
-  const lines = facts.length && grid ? [`This head${scopeOf(grid) || " over all examples"}: ${facts.join(" · ")}`] : [];
+  const lines = facts.length && grid ? [`This head${scopeOf(page, grid) || " over all examples"}: ${facts.join(" · ")}`] : [];
   const maps = state.head < 0 ? null : content.maps(state);
   if (maps) {
     const { tokens, length } = examples[state.example];

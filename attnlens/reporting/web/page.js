@@ -136,7 +136,8 @@ function preview(tokens_) {
 function offerAll() {
   const { examples, maps, layers, models } = all;
   const mapped = new Set(maps.map((block) => block.example)).size;
-  const counted = Math.max(0, ...all.grids.map((grid) => grid.examples ?? 0), examples.length);
+  const stepped = examples.some((example) => example.steps); // their grids count steps
+  const counted = Math.max(0, ...(stepped ? [] : all.grids.map((grid) => grid.examples ?? 0)), examples.length);
   const count = `${counted} example${counted === 1 ? "" : "s"}`;
   at("subject").textContent = [
     all.model, counted ? (maps.length && mapped < counted ? `${count}, maps of ${mapped === 1 ? "the first" : `the first ${mapped}`}` : count) : "",
