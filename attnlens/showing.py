@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import singledispatch
+from importlib import import_module
 from typing import Any
+
+DRAWERS: list[str] = []
+"""Modules that register pages; they are imported when the first page is asked for."""
 
 
 class Shown:
@@ -25,8 +29,10 @@ class Shown:
             **choices: see :func:`attnlens.report`.
 
         Returns:
-            The page, a :class:`~attnlens.Report`.
+            The page, a :class:`~attnlens.reporting.page.Report`.
         """
+        for name in DRAWERS:
+            import_module(name)
         return page_of(self, example=example, tokens=tokens, **choices)
 
 

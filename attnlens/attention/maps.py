@@ -9,16 +9,15 @@ from typing import Any, ClassVar, get_args
 import torch
 from torch import Tensor
 
-from attnlens.algebra.problem import Problem, problem
-from attnlens.algebra.values import repeated
+from attnlens.algebra.problem import problem
 from attnlens.capture import Capture, Kind
 from attnlens.errors import AttnLensError, InputError, MemoryBoundError
-from attnlens.observer import Observer
+from attnlens.observer import Observer, checked_indices
 from attnlens.results import LayerKey, Result
 from attnlens.saving import storable
 
 _KINDS = get_args(Kind)
-_TENSORS = ("raw", "effective", "mask", "value_norm")
+_TENSORS = ("raw", "effective", "mask", "value_norm", "minimal")
 
 
 @storable("entry")
@@ -37,6 +36,8 @@ class AttentionMap(Result):
         value_norm: `[B, h, 1, K]` float32, `‖T_j‖` (`‖V_j‖` where H is not known), so that
             `raw * value_norm` is norm-weighted attention (Kobayashi et al., "Attention is Not Only
             a Weight", EMNLP 2020); None where it is not known.
+        minimal: `[B, h, Q, K]` float32, the distribution of least norm with the same output; None
+            where it was not asked for.
     """
 
     stack: str
@@ -47,6 +48,7 @@ class AttentionMap(Result):
     mask: Tensor
     kind: Kind = "encoder"
     value_norm: Tensor | None = None
+    minimal: Tensor | None = None
 
     axes: ClassVar = {"example": "", "head": "heads", "query": "", "key": ""}
 
@@ -58,6 +60,8 @@ class EffectiveAttention(Observer):
         layers: layer indices to keep; None keeps all that the lens delivers.
         heads: head indices to keep; None keeps all.
         simplex: keep the row sums of A (`LN(`[T, 1]`)` instead of `LN(T)`).
+        minimal: keep the distribution of least norm with the same output too, which costs more
+            than the forward pass.
         max_bytes: bound on the memory of all kept maps; an error is raised before it is crossed.
 
     References:
@@ -70,11 +74,13 @@ class EffectiveAttention(Observer):
         heads: Iterable[int] | None = None,
         *,
         simplex: bool = False,
+        minimal: bool = False,
         max_bytes: int = 2**30,
     ) -> None:
         super().__init__(layers)
-        self.heads = None if heads is None else tuple(heads)
+        self.heads = None if heads is None else checked_indices("heads", heads)
         self.simplex = simplex
+        self.minimal = minimal
         self.max_bytes = max_bytes
         self._maps: list[AttentionMap] = []
 
@@ -101,7 +107,8 @@ class EffectiveAttention(Observer):
                 f"0 to {heads - 1}."
             )
         masks = capture.support.keys.shape[1]
-        needed = batch * keys * (queries * (8 * len(chosen) + masks) + 4 * len(chosen))
+        kept = 12 if self.minimal else 8  # bytes of an entry
+        needed = batch * keys * (queries * (kept * len(chosen) + masks) + 4 * len(chosen))
         if self.kept_bytes + needed > self.max_bytes:
             raise MemoryBoundError(
                 f"Keeping {len(chosen)} head(s) of {capture.site} for {batch} example(s) of "
@@ -115,6 +122,9 @@ class EffectiveAttention(Observer):
         mask = capture.support.mask() & capture.real_rows[..., None]
         mask = mask[:, list(chosen)] if masks > 1 else mask
         index = list(chosen)
+        minimal = None
+        if self.minimal:
+            minimal = _kept(capture.minimal_distribution().distribution[:, index])
         self._maps.append(
             AttentionMap(
                 capture.stack,
@@ -124,7 +134,8 @@ class EffectiveAttention(Observer):
                 _kept(effective[:, index]),
                 mask.to("cpu", copy=True),
                 capture.kind,
-                _kept(_value_norm(problem(capture))[:, index]),
+                _kept(problem(capture).value_norms[:, index, None]),
+                minimal,
             )
         )
 
@@ -156,7 +167,8 @@ class EffectiveAttention(Observer):
             state[f"{prefix}/heads"] = torch.tensor(kept.heads)
             state[f"{prefix}/kind"] = torch.tensor(_KINDS.index(kept.kind))
             for name in _TENSORS:
-                state[f"{prefix}/{name}"] = getattr(kept, name)
+                if getattr(kept, name) is not None:
+                    state[f"{prefix}/{name}"] = getattr(kept, name)
         return state
 
     def add_state(self, state: Mapping[str, Tensor]) -> None:
@@ -229,15 +241,6 @@ def stacked_maps(
 def _nbytes(maps: Iterable[AttentionMap]) -> int:
     tensors = (getattr(entry, name) for entry in maps for name in _TENSORS)
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-
-def _value_norm(posed: Problem) -> Tensor:
-    """`‖T_j‖` of every key, `[B, H, 1, K]`."""
-    values = repeated(posed.values, posed.heads)
-    if posed.root is not None:
-        values = values.double() @ posed.root
-    norms: Tensor = torch.linalg.vector_norm(values, dim=-1)
-    return norms[:, :, None]
 
 
 def _kept(maps: Tensor) -> Tensor:

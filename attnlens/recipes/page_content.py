@@ -30,6 +30,7 @@ class PageContent:
         megabytes: largest size of the file.
         attribution: whether to attribute the hidden states of those examples.
         identifiability: whether to identify the tokens of all examples.
+        minimal: whether to find the simplest attention with the same output for those examples.
     """
 
     heads: tuple[int, ...] | None = None
@@ -38,6 +39,7 @@ class PageContent:
     megabytes: float = 10
     attribution: bool = False
     identifiability: bool = False
+    minimal: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +78,7 @@ def look_closely(
     Returns:
         What was seen.
     """
-    maps = EffectiveAttention(heads=content.heads)
+    maps = EffectiveAttention(heads=content.heads, minimal=content.minimal)
     attribution = [HiddenTokenAttribution(_PROBES, keep="matrices")] if content.attribution else []
     first = texts[: content.examples]
     entries: list[AttentionMap] = []
@@ -97,9 +99,12 @@ def look_closely(
 
 def _beginning(entry: AttentionMap, tokens: int) -> AttentionMap:
     """Drop what will not be shown, so that long examples do not fill the memory."""
-    raw, effective = (m[..., :tokens, :tokens].clone() for m in (entry.raw, entry.effective))
-    norms = None if entry.value_norm is None else entry.value_norm[..., :tokens].clone()
-    return replace(entry, raw=raw, effective=effective, value_norm=norms)
+    first = {
+        name: maps[..., :tokens, :tokens].clone()
+        for name in ("raw", "effective", "value_norm", "minimal")
+        if (maps := getattr(entry, name)) is not None
+    }
+    return replace(entry, **first)
 
 
 def lay_out(
@@ -125,7 +130,7 @@ def lay_out(
     Returns:
         The page.
     """
-    source = {"text": Path(settings["text"]).name} if "text" in settings else {}
+    source = {"text": [Path(name).name for name in settings["text"]]} if "text" in settings else {}
     return report(
         [*results, *closely.results],
         tokens=closely.tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,9 +11,10 @@ from attnlens.errors import InputError
 from attnlens.recipes.ingredients import Progress, reader, silent
 from attnlens.recipes.page_content import PageContent, lay_out, look_closely
 from attnlens.reporting.page import Report
-from attnlens.results import plain
+from attnlens.results import cell, plain
 from attnlens.texts.batching import TextModel
 
+_ROUNDING = 1e-12  # that cosines of equal maps may be off by
 DriftField = Literal["effective_cosine", "raw_cosine", "effective_fraction_change"]
 
 
@@ -37,19 +38,23 @@ class TextDrift:
     drift: HeadDrift
     page: Report | None = None
 
-    def most_moved(self, field: DriftField) -> tuple[int, int]:
-        """Find the head that moved most.
+    def words(self, field: DriftField) -> str:
+        """Say which head moved most.
 
         Args:
             field: by which quantity.
 
         Returns:
-            Row and head.
+            A sentence.
         """
         values = self.drift.tensors()[field]
         moved = (1 - values if field.endswith("cosine") else values.abs()).nan_to_num(-1.0)
+        if not bool((moved > _ROUNDING).any()):
+            return f"From {self.model_a} to {self.model_b}, no head moved: they are identical."
         row, head = divmod(int(moved.argmax()), values.shape[1])
-        return row, head
+        place = f"head {head} of {self.drift.row_labels()[row]}"
+        value = cell(values[row, head].item())
+        return f"From {self.model_a} to {self.model_b}, {place} moved most: {value}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the page, ready for JSON."""
@@ -61,6 +66,7 @@ def compare_on_texts(
     model_b: TextModel | str,
     texts: Sequence[str],
     *,
+    layers: Iterable[int | str] | None = None,
     batch_size: int = 8,
     max_length: int | None = None,
     page: PageContent | None = None,
@@ -72,6 +78,7 @@ def compare_on_texts(
         model_a: where the drift begins: a model, or its name.
         model_b: where it has led to.
         texts: at least one.
+        layers: indices or module names of the layers to look at; None looks at all.
         batch_size: most texts in a batch.
         max_length: most tokens of a text; by default what the first model can read.
         page: what a page of both models is to hold; None makes none.
@@ -90,12 +97,13 @@ def compare_on_texts(
             f"{before.name} and {after.name} read the text as different tokens, so their maps "
             f"cannot be compared. Compare a model with one that was trained from it."
         )
-    drift = compare(before.model, after.model, before.batches(tokenised, batch_size))
+    batches = before.batches(tokenised, batch_size)
+    drift = compare(before.model, after.model, batches, layers=layers)
     result = TextDrift(before.name, after.name, len(texts), tokenised.truncated, drift)
     if page is None:
         return result
     first, second = (
-        look_closely(model, texts, page, None, max_length, progress) for model in (before, after)
+        look_closely(model, texts, page, layers, max_length, progress) for model in (before, after)
     )
     notes = [f"{tokenised.truncated} of {len(texts)} examples were too long and were cut."]
     laid_out = lay_out(

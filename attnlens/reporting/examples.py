@@ -43,6 +43,7 @@ class ExampleMaps:
         keys: the tokens across.
         kind: `"encoder"`, `"decoder"` or `"cross"`.
         norms: `[h, k]` norms of the values, or None.
+        minimal: `[h, q, k]`, the distribution of least norm, or None.
         ends: the last row of each call, where one generated text was seen in several.
         model: 0, or 1 for the second of two models.
     """
@@ -56,6 +57,7 @@ class ExampleMaps:
     keys: Axis
     kind: str
     norms: Tensor | None
+    minimal: Tensor | None = None
     ends: tuple[int, ...] = ()
     model: int = 0
 
@@ -76,7 +78,13 @@ class ExampleMaps:
         """
         window = (..., slice(max(0, tokens - self.first)), slice(tokens))
         norms = None if self.norms is None else self.norms[:, :tokens]
-        return replace(self, raw=self.raw[window], effective=self.effective[window], norms=norms)
+        return replace(
+            self,
+            raw=self.raw[window],
+            effective=self.effective[window],
+            norms=norms,
+            minimal=None if self.minimal is None else self.minimal[window],
+        )
 
 
 @dataclass(frozen=True)
@@ -195,8 +203,9 @@ def _joined(calls: Sequence[AttentionMap]) -> AttentionMap:
         padding = [torch.nn.functional.pad(part, (0, width - part.shape[-1])) for part in parts]
         return torch.cat(padding, -2)
 
-    raw, effective, mask = map(stacked, ("raw", "effective", "mask"))
-    return replace(last, raw=raw, effective=effective, mask=mask)
+    names = ["raw", "effective", "mask", *(() if last.minimal is None else ("minimal",))]
+    maps: dict[str, Any] = {name: stacked(name) for name in names}
+    return replace(last, **maps)
 
 
 def _of_map(
@@ -209,22 +218,25 @@ def _of_map(
         allowed = entry.mask[row].any(0)
         queries, keys = (allowed.any(axis).nonzero()[:, 0] for axis in (1, 0))
         height, width = entry.raw.shape[-2:]
-        down, across = queries[queries < height], keys[keys < width]
-        raw, effective = (
-            maps[row, places][:, down][..., across] for maps in (entry.raw, entry.effective)
-        )
+        window = row, places, queries[queries < height], keys[keys < width]
         norms = entry.value_norm
         yield ExampleMaps(
             key,
             first + row,
             names,
-            raw,
-            effective,
+            _picked(entry.raw, *window),
+            _picked(entry.effective, *window),
             Axis(queries, allowed.shape[-2]),
             Axis(keys, allowed.shape[-1]),
             entry.kind,
-            None if norms is None else norms[row, places, 0][:, across],
+            None if norms is None else norms[row, places, 0][:, window[-1]],
+            None if entry.minimal is None else _picked(entry.minimal, *window),
         )
+
+
+def _picked(maps: Tensor, row: int, heads: list[int], queries: Tensor, keys: Tensor) -> Tensor:
+    """Maps of an example's real tokens, `[h, q, k]`."""
+    return maps[row, heads][:, queries][..., keys]
 
 
 def attribution_by_example(matrices: Iterable[AttributionMatrices]) -> list[ExampleAttribution]:
@@ -297,6 +309,11 @@ def names_on(
     Raises:
         InputError: if the tokens do not fit.
     """
+    if not isinstance(tokens, Sequence | None) or isinstance(tokens, str):
+        raise InputError(
+            f"{what} are lists of texts, one for each example, such as "
+            f"[tokenizer.tokenize(text)]. Got {type(tokens).__name__}."
+        )
     if tokens is not None and len(tokens) < count:
         raise InputError(f"{what} are of {len(tokens)} examples, but {count} were seen.")
     names: list[list[str]] = [[] for _ in range(count)]

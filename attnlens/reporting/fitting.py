@@ -82,7 +82,8 @@ class MapBlocks:
         heads = [example.heads.index(head) for head in self.heads_of(example, detail)]
         part = example.within(detail.tokens)
         null = part.raw.double() - part.effective.double()
-        planes = torch.stack([part.raw.double(), null], 1)
+        minimal = [] if part.minimal is None else [part.minimal.double()]
+        planes = torch.stack([part.raw.double(), null, *minimal], 1)
         largest = planes.abs().nan_to_num(0.0, 0.0, 0.0).flatten(1)
         largest = largest.amax(1) if largest.shape[1] else largest.sum(1)
         fractions, entropies = _fractions(part), _entropies(part)

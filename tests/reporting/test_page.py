@@ -451,3 +451,16 @@ def test_maps_that_are_not_finite_have_no_numbers():
     (one, null), error = planes_of(block, 0)
     assert one == pytest.approx(1 / 3, abs=error) and np.isnan(null).all()
     assert block["maps"][0]["fraction"] is None and "norms" not in block["maps"][0]
+
+
+def test_the_simplest_distribution_is_a_third_plane():
+    model, maps = models.build("bert"), EffectiveAttention(minimal=True)
+    with Lens(model, maps), torch.no_grad():
+        model(**models.inputs("bert"))
+    for block in content(attnlens.report(maps))["maps"]:
+        size = models.LENGTHS[block["example"]]
+        kept = maps.compute()[block["layer"]].minimal[block["example"], :, :size, :size]
+        assert kept.sum(-1) == pytest.approx(torch.ones(4, size).numpy(), abs=1e-5)
+        for head, entry in enumerate(block["maps"]):
+            numbers = unpacked(entry["packed"], entry["unit"], block["bits"]).reshape(3, size, size)
+            assert numbers[2] == pytest.approx(kept[head].numpy(), abs=entry["unit"])
