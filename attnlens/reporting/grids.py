@@ -25,7 +25,7 @@ def head_grids(results: Sequence[LayeredResult], keys: Sequence[LayerKey]) -> li
     """Lay out quantities of one number per head, the most telling first.
 
     Args:
-        results: results of any kind; those with labels hold no such quantity.
+        results: results of any kind; those with labels, or of layers alone, hold no such quantity.
         keys: all layers, in the order of the page.
 
     Returns:
@@ -33,7 +33,7 @@ def head_grids(results: Sequence[LayeredResult], keys: Sequence[LayerKey]) -> li
     """
     grids: dict[str, dict[str, Any]] = {}
     for result in results:
-        if hasattr(result, "labels"):
+        if hasattr(result, "labels") or "head" not in result.axes:
             continue
         matrices = {name: values for name, values in result.tensors().items() if values.dim() == 2}
         for field, values in matrices.items():

@@ -34,6 +34,7 @@ from attnlens.reporting.examples import Wanted, maps_by_example
 from attnlens.reporting.fitting import BITS, Detail, MapBlocks, notes_on
 from attnlens.reporting.page import without_folders
 from attnlens.reporting.quantising import packed, unit_of
+from attnlens.results import LayeredResult
 from tests.support import models
 from tests.support.results import one_of_each
 
@@ -464,3 +465,23 @@ def test_the_simplest_distribution_is_a_third_plane():
         for head, entry in enumerate(block["maps"]):
             numbers = unpacked(entry["packed"], entry["unit"], block["bits"]).reshape(3, size, size)
             assert numbers[2] == pytest.approx(kept[head].numpy(), abs=entry["unit"])
+
+
+def test_every_quantity_of_heads_is_a_grid():
+    results = [result for result in one_of_each().values() if isinstance(result, LayeredResult)]
+    assert len(results) > 12
+    for result in results:
+        page = content(attnlens.report(result))
+        of_heads = "head" in result.axes and not hasattr(result, "labels")
+        expected = {
+            name.replace("_", " "): values.double()
+            for name, values in result.tensors().items()
+            if of_heads and values.dim() == 2
+        }
+        assert {grid["name"] for grid in page["grids"]} == expected.keys()
+        for grid in page["grids"]:
+            values = expected[grid["name"]]
+            rows = [[np.nan if value is None else value for value in row] for row in grid["values"]]
+            finite = torch.where(values.isfinite(), values, torch.nan).numpy()
+            assert np.array(rows) == pytest.approx(finite, rel=1e-5, nan_ok=True)
+        assert page["grids"] or page["curves"]

@@ -47,7 +47,7 @@ export function headsView(page) {
         scale: change ? signedScale([values], dark) : plainScale(values),
         rows: grid.layers.map((layer) => layers[layer]), columns: Array.from({ length: columns }, (_, head) => String(head)),
         across: "head", down: "layer", cell: 30, cursor: [grid.layers.indexOf(state.layer), state.head],
-        ...(columns <= 24 && at("heads").clientWidth / columns > 36 ? { texts: cellTexts(grid.values.flat()) } : {}),
+        ...(columns <= 24 && at("heads").clientWidth / columns > 40 ? { texts: cellTexts(grid.values.flat()) } : {}),
         dots: every ? [] : dots,
         say: (row, head) => `layer ${layers[grid.layers[row]]}, head ${head}: ${grid.name} ${digits(grid.values[row][head], 4)}${scopeOf(page, grid)}`,
         choose: (row, head) => page.choose({ layer: grid.layers[row], head }),
