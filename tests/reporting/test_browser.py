@@ -157,7 +157,7 @@ def test_a_person_can_look_around_by_mouse(browser, seen, tmp_path, look):
     visit.require_sound(f"curves-{look[0]}-{look[1]}")
 
 
-@pytest.mark.parametrize("look", [LOOKS[0], LOOKS[3]], ids=lambda look: f"{look[0]}-{look[1]}")
+@pytest.mark.parametrize("look", LOOKS, ids=lambda look: f"{look[0]}-{look[1]}")
 def test_keys_alone_do_everything(browser, seen, tmp_path, look):
     visit = shown(browser, seen, tmp_path, look=look, fragment="example=1&layer=0&head=0&token=0")
     visit.focus("#field")
@@ -352,7 +352,7 @@ def test_a_sentence_pair_is_filtered_by_side(browser, tmp_path):
     torch.manual_seed(0)
     model = hf.BertModel(hf.BertConfig(**{**models.TEXT, "vocab_size": 30522})).eval()
     batch = tokenizer("the ferry left unbelievably early", "nobody saw it", return_tensors="pt")
-    maps = EffectiveAttention()
+    maps = EffectiveAttention(minimal=True)
     with Lens(model, HeadStatistics(), maps) as lens, torch.no_grad():
         model(**batch)
     tokens = [tokenizer.convert_ids_to_tokens(batch["input_ids"][0].tolist())]
@@ -379,7 +379,11 @@ def test_a_sentence_pair_is_filtered_by_side(browser, tmp_path):
     row = next(r for r in visit.all("#view-text tbody tr") if r.text.startswith("nobody"))
     expected = effective[word, target].mean().item()
     assert agrees(row.text.split(" ")[2], expected)
-    visit.choose(hide="nothing", rescale=True, pairs="all", words=False, part="raw")
+    visit.choose(hide="nothing", pairs="all", words=False, part="least-norm", token=target)
+    least = maps.compute()[0].minimal[0, 1, target]
+    cells = [cell.text for cell in visit.all("#view-text tbody tr:first-child td")]
+    assert agrees(cells[-1], least.max().item())
+    visit.choose(rescale=True, part="raw")
     visit.require_sound("pair")
     assert "[CLS]" in visit.find("#view-text .text").text
 

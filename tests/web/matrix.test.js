@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { columnOf, difference, grouped, matrix, meanOf, rescaled, rowOf, sinks, weighted } from "../../attnlens/reporting/web/matrix.js";
+import { columnOf, difference, grouped, matrix, meanOf, rowFactors, rowOf, scaled, sinks, weighted } from "../../attnlens/reporting/web/matrix.js";
 
 const m = matrix(2, 3, (i, j) => 10 * i + j);
 const list = ({ values }) => Array.from(values);
@@ -20,11 +20,12 @@ test("attention to a word is summed, from a word averaged", () => {
   assert.deepEqual(grouped(m, [], [[0]]), { rows: 0, columns: 1, values: new Float64Array(0) });
 });
 
-test("rescaled rows have the sums they had", () => {
+test("scaled rows have the sums they had", () => {
   const left = grouped(m, [[0], [1]], [[1], [2]]);
-  const all = rescaled(left, m);
-  assert.deepEqual([0, 1].map((i) => rowOf(all, i).reduce((a, b) => a + b)).map(Math.round), [3, 33]);
-  assert.deepEqual(list(rescaled(matrix(1, 1, () => 0), m)), [0]);
+  const factors = rowFactors(left, m);
+  assert.deepEqual(Array.from(factors), [3 / 3, 33 / 23]);
+  assert.deepEqual(list(scaled(left, factors)), [1, 2, 11 * (33 / 23), 12 * (33 / 23)]);
+  assert.deepEqual(Array.from(rowFactors(matrix(1, 1, () => 0), m)), [1]);
 });
 
 test("sinks get much of the attention of the rows that see them", () => {

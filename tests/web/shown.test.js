@@ -35,6 +35,8 @@ test("words add up, and so do their errors", () => {
 test("special tokens are hidden, and rows rescaled on request", () => {
   assert.deepEqual(names({ hide: "special" }), ["un do it now", "un do it now", [0.1, 0.1, 0.1, 0.1]]);
   assert.deepEqual(names({ hide: "special", rescale: true })[2], [0.25, 0.25, 0.25, 0.25]);
+  const { errors } = shown(content, { ...DEFAULTS, hide: "special", rescale: true }, place);
+  assert.ok(Math.abs(errors.raw - 0.25) < 1e-12); // as the entries, so their errors
 });
 
 test("pairs are filtered by side", () => {

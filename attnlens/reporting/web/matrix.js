@@ -56,17 +56,19 @@ export function grouped(m, rows, columns) {
 }
 
 /**
- * Scale every row so that it has the sum it had with all its columns.
+ * What each row must be multiplied with to have the sum it had with all its columns.
  * @param {Matrix} part what is left of the columns
  * @param {Matrix} whole the same rows with all columns
  */
-export function rescaled(part, whole) {
-  const factors = Array.from({ length: part.rows }, (_, i) => {
+export function rowFactors(part, whole) {
+  return Float64Array.from({ length: part.rows }, (_, i) => {
     const [left, all] = [part, whole].map((m) => rowOf(m, i).reduce((sum, value) => sum + value, 0));
     return left === 0 ? 1 : all / left;
   });
-  return { ...part, values: part.values.map((value, i) => value * factors[Math.floor(i / part.columns)]) };
 }
+
+/** @param {Matrix} m @param {Float64Array} factors of the rows @returns {Matrix} */
+export const scaled = (m, factors) => ({ ...m, values: m.values.map((value, i) => value * factors[Math.floor(i / m.columns)]) });
 
 /**
  * Keys that get at least a share of attention, averaged over the rows from them on that pay any.

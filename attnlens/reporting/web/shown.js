@@ -2,7 +2,7 @@
 // What of a head's maps is shown: which tokens, as words or not, rescaled or not.
 
 import { Content } from "./content.js";
-import { grouped, rescaled, sinks } from "./matrix.js";
+import { grouped, rowFactors, scaled, sinks } from "./matrix.js";
 import { nameOf, pieces, words } from "./tokens.js";
 
 /** @typedef {import("./content.js").Example} Example */
@@ -63,12 +63,19 @@ export function shown(content, state, place, { most = Infinity, only } = {}) {
     j < Math.min(block.columns, most) && !(state.hide !== "nothing" && keys[j].special) && !drains.includes(j) && paired(j, 1));
   const whole = Array.from({ length: block.columns }, (_, j) => [j]);
   const wanted = Object.entries(maps.parts).filter(([name]) => only === undefined || name === only);
-  const parts = Object.fromEntries(wanted.map(([name, part]) => {
-    const left = grouped(part, rows.groups, columns.groups);
-    return [name, state.rescale ? rescaled(left, grouped(part, rows.groups, whole)) : left];
-  }));
   const largest = Math.max(1, ...columns.groups.map((group) => group.length));
-  const errors = Object.fromEntries(Object.entries(maps.errors).map(([name, error]) => [name, error * largest]));
+  /** @type {Record<string, Matrix>} */
+  const parts = {};
+  /** @type {Record<string, number>} */
+  const errors = {};
+  for (const [name, part] of wanted) {
+    parts[name] = grouped(part, rows.groups, columns.groups);
+    errors[name] = maps.errors[name] * largest;
+    if (!state.rescale) continue;
+    const factors = rowFactors(parts[name], grouped(part, rows.groups, whole));
+    parts[name] = scaled(parts[name], factors);
+    errors[name] *= Math.max(1, ...factors.map(Math.abs));
+  }
   return { example, maps, queries: rows, keys: columns, parts, errors };
 }
 
