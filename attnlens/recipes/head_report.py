@@ -124,7 +124,6 @@ def _with_page(
         results += [rates for entry in collectors for rates in identified_tokens(entry)]
     except AttnLensError as error:
         notes.append(f"Tokens were not identified. {error}")
-    if report.examples > content.examples:
-        notes.append(f"Maps are of the first {content.examples} of {report.examples} examples.")
+    notes += content.notes(report.examples)
     page = lay_out(results, closely, content, report.model, report.settings, notes)
     return replace(report, page=page, notes=page.notes)

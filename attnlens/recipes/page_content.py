@@ -41,6 +41,19 @@ class PageContent:
     identifiability: bool = False
     minimal: bool = False
 
+    def notes(self, examples: int) -> list[str]:
+        """Say of how few examples the maps are.
+
+        Args:
+            examples: how many there are.
+
+        Returns:
+            A sentence, or nothing.
+        """
+        if examples <= self.examples:
+            return []
+        return [f"Maps are of the first {self.examples} of {examples} examples."]
+
 
 @dataclass(frozen=True, eq=False)
 class CloseLook:

@@ -97,6 +97,7 @@ def compare_on_texts(
             f"{before.name} and {after.name} read the text as different tokens, so their maps "
             f"cannot be compared. Compare a model with one that was trained from it."
         )
+    layers = None if layers is None else tuple(layers)
     batches = before.batches(tokenised, batch_size)
     drift = compare(before.model, after.model, batches, layers=layers)
     result = TextDrift(before.name, after.name, len(texts), tokenised.truncated, drift)
@@ -105,14 +106,10 @@ def compare_on_texts(
     first, second = (
         look_closely(model, texts, page, layers, max_length, progress) for model in (before, after)
     )
-    notes = [f"{tokenised.truncated} of {len(texts)} examples were too long and were cut."]
-    laid_out = lay_out(
-        [drift],
-        first,
-        page,
-        before.name,
-        {"batch_size": batch_size, "max_length": max_length},
-        notes if tokenised.truncated else [],
-        (after.name, second),
-    )
+    notes = page.notes(len(texts))
+    if tokenised.truncated:
+        notes.append(f"{tokenised.truncated} of {len(texts)} examples were too long and were cut.")
+    settings = {"batch_size": batch_size, "max_length": max_length, "layers": layers}
+    other_model = after.name, second
+    laid_out = lay_out([drift], first, page, before.name, settings, notes, other_model)
     return replace(result, page=laid_out)

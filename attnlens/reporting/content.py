@@ -197,13 +197,13 @@ def _examples(
 
 def _cut(example: dict[str, Any], tokens: int) -> dict[str, Any]:
     """An example as far as it is shown."""
-    windows: dict[str, Any] = {
-        name: example[name][:tokens]
-        for name in ("tokens", "targets", "segments")
-        if name in example
+    shown = {
+        name: entry[:tokens] if name in ("tokens", "targets", "segments") else entry
+        for name, entry in example.items()
     }
-    steps = [row for row in example.get("steps", ()) if row < tokens]
-    return {**example, **windows, **({"steps": steps} if steps else {})}
+    if "steps" in shown:
+        shown["steps"] = [row for row in shown["steps"] if row < tokens]
+    return shown
 
 
 def _layer_labels(keys: Sequence[LayerKey]) -> list[str]:

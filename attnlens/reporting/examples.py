@@ -155,10 +155,11 @@ def maps_by_example(
         entry = calls[0] if len(calls) == 1 else _joined(calls)
         key = entry.stack, entry.layer
         if wanted.layers is None or entry.layer in wanted.layers:
-            ends = torch.tensor([call.raw.shape[-2] for call in calls]).cumsum(0) - 1
-            steps = tuple(ends.tolist()) if len(calls) > 1 else ()
+            sizes = torch.tensor([call.raw.shape[-2] for call in calls])
             for example in _of_map(entry, key, counts[key], wanted.heads):
-                examples.append(replace(example, ends=steps, model=model))
+                real = [int((example.queries.positions < end).sum()) for end in sizes.cumsum(0)]
+                ends = tuple(rows - 1 for rows in real) if len(calls) > 1 else ()
+                examples.append(replace(example, ends=ends, model=model))
         counts[key] += len(entry.raw)
     if wanted.example is None or (model and not maps):
         return examples
@@ -173,24 +174,25 @@ def _generations(maps: Iterable[AttentionMap]) -> list[list[AttentionMap]]:
     """Calls by what they are of: each its own, but for those that go on with cached keys."""
     latest: dict[LayerKey, list[AttentionMap]] = {}
     groups: list[list[AttentionMap]] = []
+    stepping = False  # whether the decoder's latest call went on; then what it looks at is the same
     for entry in maps:
-        key = entry.stack, entry.layer
-        queries, keys = entry.mask.shape[-2:]
-        before = latest.get(key)
-        goes_on = (
-            before is not None
-            and entry.kind == "decoder"
-            and entry.raw.shape[-2:] == (queries, keys)
-            and keys > queries
-            and before[-1].mask.shape[-1] == keys - queries
-            and len(before[-1].raw) == len(entry.raw)
-        )
-        if goes_on and before is not None:
+        before = latest.get((entry.stack, entry.layer))
+        if entry.kind == "decoder":
+            stepping = before is not None and _goes_on(before[-1], entry)
+        if stepping and before is not None and entry.kind != "encoder":
             before.append(entry)
         else:
-            latest[key] = [entry]
-            groups.append(latest[key])
+            latest[entry.stack, entry.layer] = [entry]
+            groups.append(latest[entry.stack, entry.layer])
     return groups
+
+
+def _goes_on(before: AttentionMap, entry: AttentionMap) -> bool:
+    """Whether a call of the decoder has the keys of the one before, and those of its queries."""
+    queries, keys = entry.mask.shape[-2:]
+    whole = entry.raw.shape[-2:] == (queries, keys)
+    cached = before.mask.shape[-1]
+    return whole and 0 < cached == keys - queries and len(before.raw) == len(entry.raw)
 
 
 def _joined(calls: Sequence[AttentionMap]) -> AttentionMap:

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import attnlens
 from attnlens import (
@@ -422,6 +422,41 @@ def test_a_second_generation_is_a_second_example():
     found = content(attnlens.report(maps))
     assert [block["example"] for block in found["maps"]] == [0, 0, 1, 1]
     assert [example["steps"] for example in found["examples"]] == [[2, 3]] * 2
+
+
+def test_an_encoder_and_a_decoder_that_generates_are_one_example():
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    config = T5Config(vocab_size=96, decoder_start_token_id=0, **sizes)
+    model, maps = T5ForConditionalGeneration(config).eval(), EffectiveAttention()
+    batch = models.text_inputs((7, 5))
+    with Lens(model, maps, kinds={"encoder", "decoder", "cross"}), torch.no_grad():
+        answer = model.generate(**batch, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    targets = [[str(i) for i in row] for row in answer[:, :-1].tolist()]
+    found = content(attnlens.report(maps, targets=targets))
+    assert [example["targets"] for example in found["examples"]] == targets
+    assert [example["steps"] for example in found["examples"]] == [[0, 1, 2, 3]] * 2
+    sizes = {
+        (block["kind"], block["example"]): (block["rows"], block["columns"])
+        for block in found["maps"]
+    }
+    assert len(found["maps"]) == 3 * 2 * 2 and sizes == {
+        ("encoder", 0): (7, 7), ("encoder", 1): (5, 5), ("decoder", 0): (4, 4),
+        ("decoder", 1): (4, 4), ("cross", 0): (4, 7), ("cross", 1): (4, 5),
+    }  # fmt: skip
+    (cut, *_) = content(attnlens.report(maps, max_tokens=2))["examples"]
+    assert cut["steps"] == [0, 1] and len(cut["targets"]) == len(cut["tokens"]) == 2
+
+
+def test_steps_of_a_padded_prompt_are_counted_without_its_padding():
+    model, maps = gpt2(), EffectiveAttention()
+    prompt = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10]])
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    with Lens(model, maps, kinds={"decoder"}), torch.no_grad():
+        model.generate(prompt, attention_mask=mask, max_new_tokens=3, pad_token_id=0)
+    found = content(attnlens.report(maps))
+    assert [example["steps"] for example in found["examples"]] == [[3, 4, 5], [1, 2, 3]]
+    assert [block["rows"] for block in found["maps"]] == [6, 4, 6, 4]
 
 
 def test_segments_and_pictures_join_the_tokens():

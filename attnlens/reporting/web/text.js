@@ -1,6 +1,7 @@
 // @ts-check
 // The example as running text, shaded by what a token attends to, or by what attends to it.
 
+import { Content } from "./content.js";
 import { colours, plainScale, signedScale } from "./colours.js";
 import { html } from "./elements.js";
 import { legend } from "./figure.js";
@@ -14,7 +15,7 @@ import { directionOf, pieces, visible } from "./tokens.js";
 /** @typedef {import("./shown.js").Axis} Axis */
 /** @typedef {import("./shown.js").Page} Page */
 /** @typedef {{ queries: Axis, keys: Axis, parts: Record<string, Matrix>,
- *   errors: Record<string, number>, first: number, picture?: Picture, apart: boolean }} Shading
+ *   errors: Record<string, number>, first: number, kind: string, picture?: Picture, apart: boolean }} Shading
  *  `first` is the position of the first query; queries and keys that are `apart` have lists of their
  *  own */
 /** @typedef {{ element: HTMLElement, spans: HTMLElement[], axis: Axis, side: "queries" | "keys" }} List */
@@ -37,14 +38,14 @@ function shadingOf({ content, state }) {
     if (!shares) return null;
     const axis = axisOf(pieces(example.tokens).slice(0, shares.rows), state, () => true);
     const parts = { attribution: grouped(shares, axis.groups, axis.groups) };
-    return { queries: axis, keys: axis, parts, errors: { attribution: 5e-5 }, first: 0, apart: false, picture: example.picture };
+    return { queries: axis, keys: axis, parts, errors: { attribution: 5e-5 }, first: 0, kind: "encoder", apart: false, picture: example.picture };
   }
   const what = shown(content, state, placeOf(state));
   if (!what) return null;
   const { block } = what.maps;
   const cross = block.kind === "cross";
   const apart = cross || (example.segments !== undefined && ["A→B", "B→A"].includes(state.pairs));
-  return { ...what, apart, first: block.first, picture: example.picture };
+  return { ...what, apart, first: block.first, kind: block.kind, picture: example.picture };
 }
 
 /**
@@ -217,10 +218,10 @@ export function textView(page, host) {
    * @param {number[] | undefined} rows the last row of each step
    */
   function stepping(rows) {
-    if (!rows || !shading) return;
+    if (!rows?.length || !shading || shading.kind === "encoder") return;
     const { state, content } = page;
     const step = Math.min(state.step, rows.length - 1);
-    const all = pieces(content.document.examples[state.example].tokens);
+    const all = pieces(Content.axes(content.document.examples[state.example], "decoder").queries);
     const name = (/** @type {number} */ i) => (all[i] ? visible(all[i].text).trim() || "␣" : "(the end)");
     const range = html("input", { type: "range", min: 0, max: rows.length - 1, value: step, id: "step", "aria-label": "Step of the generation" });
     range.addEventListener("input", () => {
@@ -229,7 +230,8 @@ export function textView(page, host) {
       document.getElementById("step")?.focus();
     });
     steps.append(range, html("p", { class: "hint", id: "step-said" }, `Step ${step + 1} of ${rows.length}: read ${name(rows[step])}, wrote ${name(rows[step] + 1)}`));
-    for (const { spans, axis } of lists) {
+    for (const { spans, axis, side: whose } of lists) {
+      if (shading.kind === "cross" && whose === "keys") continue;
       spans.forEach((span, i) => span.classList.toggle("later", axis.groups[i][0] > rows[step]));
     }
   }
