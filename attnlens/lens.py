@@ -163,6 +163,15 @@ class Lens:
                 return stacked_maps(observer.compute(), stack, raw=raw)
         raise InputError("as_attentions() shows EffectiveAttention; this lens was given none.")
 
+    def __repr__(self) -> str:
+        layers = "all layers" if self.layers is None else f"layers {self.layers}"
+        state = "attached" if self.active else "not attached"
+        return (
+            f"Lens on {type(self.model).__name__}, {state}\n"
+            f"  {layers}, kinds {', '.join(sorted(self.selection.kinds))}\n"
+            f"  {', '.join(map(repr, self.observers))}"
+        )
+
     def _repr_html_(self) -> str:
         html = facts_html(
             "Lens",

@@ -38,6 +38,9 @@ class Observer(ABC):
     Args:
         layers: layer indices to look at; None looks at all that the lens delivers.
 
+    Raises:
+        InputError: if layers are no indices.
+
     Attributes:
         needs_backward: whether it sees nothing without a backward pass.
         alike: settings that must be equal in observers to be merged.
@@ -48,7 +51,7 @@ class Observer(ABC):
     layers: frozenset[int] | None = None
 
     def __init__(self, layers: Iterable[int] | None = None) -> None:
-        self.layers = None if layers is None else frozenset(layers)
+        self.layers = None if layers is None else frozenset(checked_indices("layers", layers))
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.alike)
@@ -418,6 +421,25 @@ class SumObserver(Observer):
             f"{type(self).__name__} has seen no attention call. Run the model inside "
             f"`with Lens(...)`."
         )
+
+
+def checked_indices(name: str, indices: Iterable[int]) -> tuple[int, ...]:
+    """Refuse what is no list of indices, such as a single number.
+
+    Args:
+        name: of the argument.
+        indices: what a user passed.
+
+    Returns:
+        The indices.
+
+    Raises:
+        InputError: if they are none.
+    """
+    given = tuple(indices) if isinstance(indices, Iterable) else ()
+    if not isinstance(indices, Iterable) or not all(type(index) is int for index in given):
+        raise InputError(f"{name} must be a list of indices, such as [0, 3]. Got {indices!r}.")
+    return given
 
 
 def named_sums(sums: Mapping[LayerKey, Sums]) -> State:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnlens.algebra.closed_forms import Outputs
-from attnlens.algebra.factors import SharedFactor, ValueBasis, shared_factor
+from attnlens.algebra.factors import SharedFactor, ValueBasis, condition, shared_factor
 from attnlens.algebra.rowwise import RowFactor, RowGroups
 from attnlens.algebra.softmax import AttentionRows, RowSums
 from attnlens.algebra.supports import Support, support_of
@@ -247,7 +247,21 @@ class Problem:
     @cached_property
     def condition(self) -> Tensor:
         """Condition number of T over all real keys, `[B, H]` float64, ≥ 1."""
-        return self.over_all_keys.condition(self.root, self.heads)
+        return condition(self.spectrum, repeated(self.over_all_keys.rank, self.heads))
+
+    @cached_property
+    def spectrum(self) -> Tensor:
+        """Squared singular values of T over all real keys, ascending, `[B, H, D]` float64."""
+        return self.over_all_keys.spectrum(self.root, self.heads)
+
+    @cached_property
+    def value_norms(self) -> Tensor:
+        """Lengths `‖T_j‖ = √(v_j H Hᵀ v_jᵀ)`, `[B, H, K]` float64, zero at masked keys."""
+        values = selected_rows(self.values, self.support.keys, self.dtype)
+        if self.root is not None:
+            values = repeated(values, self.heads) @ self.root.to(values.dtype)
+        norms: Tensor = torch.linalg.vector_norm(values, dim=-1)
+        return repeated(norms, self.heads).double()
 
     @cached_property
     def basis(self) -> ValueBasis | RowFactor:

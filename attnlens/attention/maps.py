@@ -12,7 +12,7 @@ from torch import Tensor
 from attnlens.algebra.problem import problem
 from attnlens.capture import Capture
 from attnlens.errors import AttnLensError, InputError, MemoryBoundError
-from attnlens.observer import Observer
+from attnlens.observer import Observer, checked_indices
 from attnlens.results import LayerKey, Result
 from attnlens.saving import storable
 
@@ -63,7 +63,7 @@ class EffectiveAttention(Observer):
         max_bytes: int = 2**30,
     ) -> None:
         super().__init__(layers)
-        self.heads = None if heads is None else tuple(heads)
+        self.heads = None if heads is None else checked_indices("heads", heads)
         self.simplex = simplex
         self.max_bytes = max_bytes
         self._maps: list[AttentionMap] = []

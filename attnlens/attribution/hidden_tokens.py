@@ -87,8 +87,8 @@ class HiddenTokenAttribution(ChainObserver, SumObserver):
             raise InputError(
                 'Aggregates are over all tokens: pass keep="matrices" to choose sources or targets.'
             )
-        if probes is not None and probes < 1:
-            raise InputError(f"probes must be positive, or None for exact. Got {probes}.")
+        if probes is not None and (not isinstance(probes, int) or probes < 1):
+            raise InputError(f"probes must be positive, or None for exact. Got {probes!r}.")
         check_norm(norm, exact=probes is None)
         self.probes = probes
         self.sources = sources

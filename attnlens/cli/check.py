@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import typer
-from rich.console import Console
-from rich.markup import escape
+from typing import TYPE_CHECKING
 
-from attnlens.checking import SiteVerdict
+import typer
+
 from attnlens.cli.options import AsJson, ModelName
 from attnlens.cli.terminal import bars, print_json
-from attnlens.recipes.compatibility import check_model
-from attnlens.reporting.tables import text_table
+
+if TYPE_CHECKING:
+    from attnlens.checking import SiteVerdict
 
 COLUMNS = ("site", "kind", "seen by", "B·H·Q·K·D", "mask", "A·V − O", "W_O", "Σ AVH + b")
 
@@ -20,6 +20,12 @@ def check(model: ModelName, as_json: AsJson = False) -> None:
 
     The inputs are made up from the model's configuration. The exit code is 1 where it does not.
     """
+    from rich.console import Console
+    from rich.markup import escape
+
+    from attnlens.recipes.compatibility import check_model
+    from attnlens.reporting.tables import text_table
+
     with bars() as progress:
         verdict = check_model(model, progress)
     if as_json:

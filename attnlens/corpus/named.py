@@ -11,7 +11,7 @@ from typing import Any
 import attnlens.attention as attention
 import attnlens.attribution as attribution
 import attnlens.recovery as recovery
-from attnlens.errors import InputError
+from attnlens.errors import AttnLensError, InputError
 from attnlens.observer import Observer
 
 _SHORT = {"attribution": "hidden-token-attribution"}
@@ -43,7 +43,8 @@ def named_observer(text: str, label_names: Sequence[str] = ()) -> Observer:
         The observer.
 
     Raises:
-        InputError: if there is no such observer, or it has no such setting.
+        AttnLensError: as its class raises it for wrong values.
+        InputError: if there is no such observer, or it has no such setting or value.
     """
     name, _, settings = text.partition(":")
     kinds = observer_names()
@@ -59,7 +60,12 @@ def named_observer(text: str, label_names: Sequence[str] = ()) -> Observer:
         )
     if label_names and "label_names" in accepted:
         arguments.setdefault("label_names", tuple(label_names))
-    return kind(**arguments)
+    try:
+        return kind(**arguments)
+    except AttnLensError:
+        raise
+    except Exception as error:  # whatever a wrong value leads to in the class
+        raise InputError(f"{kind.__name__} cannot be made of {text!r}: {error}.") from error
 
 
 def require_fit(observer: Any) -> Observer:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from safetensors import torch as tensor_files
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
 from attnlens.errors import InputError
+from attnlens.files import failures, make_folder, read_json
 from attnlens.pruning.division import output_weight
 from attnlens.pruning.heads import find_heads
 from attnlens.pruning.plan import Heads, require_same_in_shared_layers, resolve
@@ -29,7 +31,16 @@ from attnlens.tap.trial import Trial
 _WEIGHTS = "model.safetensors"
 
 
-def save_pruned(model: nn.Module, path: str | os.PathLike[str]) -> None:
+def is_pruned(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a folder holds a model with pruned heads, by its configuration."""
+    config = Path(path) / CONFIG_NAME
+    with suppress(InputError, OSError, ValueError):
+        document = read_json(config, "a configuration") if config.is_file() else None
+        return isinstance(document, dict) and bool(document.get(RECORD))
+    return False
+
+
+def save_pruned(model: nn.Module, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write a model with pruned heads to a folder, as safetensors with the plan in the config.
 
     `from_pretrained` refuses such a folder, because the shapes are not those of the architecture;
@@ -39,17 +50,19 @@ def save_pruned(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Args:
         model: a `PreTrainedModel` after `prune_heads`.
         path: the folder; made if it does not exist.
+        overwrite: write into a folder that holds something. The folder that the model came from is
+            refused nevertheless.
 
     Raises:
-        InputError: if the model has no pruned heads, or the path is a file.
+        InputError: if the model has no pruned heads, or the folder cannot or must not be written.
     """
-    folder, model = _folder(path), _pretrained(model)
+    model = _pretrained(model)
     recorded = records(model)
     if not recorded:
         raise InputError(f"{type(model).__name__} has no pruned heads. Use save_pretrained.")
     setattr(model.config, RECORD, recorded)
     # Key names as the model has them, and all weights in one file.
-    model.save_pretrained(folder, save_original_format=False, max_shard_size="100TB")
+    _save(model, path, overwrite, save_original_format=False, max_shard_size="100TB")
 
 
 def load_pruned(
@@ -72,11 +85,11 @@ def load_pruned(
     Raises:
         InputError: if the folder holds no pruned model, or weights that do not fit it exactly.
     """
-    folder = _folder(path)
+    folder = Path(path)
     try:
         config = AutoConfig.from_pretrained(folder)
         tensors = tensor_files.load_file(folder / _WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
+    except Exception as error:  # transformers raises whatever a damaged configuration leads to
         raise InputError(f"Cannot read a pruned model from {folder}: {error}") from error
     recorded = getattr(config, RECORD, None)
     if not recorded:
@@ -100,6 +113,7 @@ def export_masked(
     *,
     inputs: Mapping[str, Any] | None = None,
     kinds: Kinds = None,
+    overwrite: bool = False,
 ) -> None:
     """Save a model with some heads silenced, for tools that know nothing of pruning.
 
@@ -113,17 +127,18 @@ def export_masked(
         path: the folder.
         inputs: small keyword inputs of the model, to find the heads; made up by default.
         kinds: kinds of attention, as for a lens.
+        overwrite: write into a folder that holds something, unless the model came from it.
 
     Raises:
         InputError: if a layer or head does not exist, layers that share weights are treated
-            differently, or heads of the model were pruned.
+            differently, heads of the model were pruned, or the folder must not be written.
     """
     layers = find_heads(Trial(model, inputs), kinds)
     plan = resolve(heads, layers)
     if not plan:
         raise InputError(f"heads names no head to silence. Got {heads!r}.")
     require_same_in_shared_layers(plan, layers)
-    folder, model = _folder(path), _pretrained(model)
+    model = _pretrained(model)
     if records(model):
         raise InputError(
             "The model has pruned heads, so no other tool can read it. Export the unpruned model."
@@ -139,14 +154,16 @@ def export_masked(
         name: silenced.get(id(tensor), tensor.detach())
         for name, tensor in model.state_dict(keep_vars=True).items()
     }
-    model.save_pretrained(folder, state_dict=state)
+    _save(model, path, overwrite, state_dict=state)
 
 
-def _folder(path: str | os.PathLike[str]) -> Path:
-    folder = Path(path)
-    if folder.is_file():
-        raise InputError(f"path must be a folder. Got the file {folder}.")
-    return folder
+def _save(
+    model: PreTrainedModel, path: str | os.PathLike[str], overwrite: bool, **options: Any
+) -> None:
+    source = model.config.name_or_path
+    folder = make_folder(path, inputs=[source] if source else [], overwrite=overwrite)
+    with failures("write", folder):
+        model.save_pretrained(folder, **options)
 
 
 def _pretrained(model: nn.Module) -> PreTrainedModel:

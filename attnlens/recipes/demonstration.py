@@ -21,5 +21,5 @@ def report_demo(page: PageContent | None = None, progress: Progress = silent) ->
         The statistics, the page, and notes on what was cut or left out.
     """
     model = replace(reader(str(model_folder()), progress), name=MODEL)
-    about = {"text": TEXT, "lines": False}
+    about = {"text": [TEXT], "lines": False}
     return report_heads(model, paragraphs(), page=page, about=about, progress=progress)

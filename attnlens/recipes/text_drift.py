@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from attnlens.comparison import HeadDrift, compare
 from attnlens.errors import InputError
 from attnlens.recipes.ingredients import Progress, reader, silent
-from attnlens.results import plain
+from attnlens.results import cell, plain
 from attnlens.texts.batching import TextModel
 
+_ROUNDING = 1e-12  # that cosines of equal maps may be off by
 DriftField = Literal["effective_cosine", "raw_cosine", "effective_fraction_change"]
 
 
@@ -33,19 +34,23 @@ class TextDrift:
     truncated: int
     drift: HeadDrift
 
-    def most_moved(self, field: DriftField) -> tuple[int, int]:
-        """Find the head that moved most.
+    def words(self, field: DriftField) -> str:
+        """Say which head moved most.
 
         Args:
             field: by which quantity.
 
         Returns:
-            Row and head.
+            A sentence.
         """
         values = self.drift.tensors()[field]
         moved = (1 - values if field.endswith("cosine") else values.abs()).nan_to_num(-1.0)
+        if not bool((moved > _ROUNDING).any()):
+            return f"From {self.model_a} to {self.model_b}, no head moved: they are identical."
         row, head = divmod(int(moved.argmax()), values.shape[1])
-        return row, head
+        place = f"head {head} of {self.drift.row_labels()[row]}"
+        value = cell(values[row, head].item())
+        return f"From {self.model_a} to {self.model_b}, {place} moved most: {value}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""
@@ -57,6 +62,7 @@ def compare_on_texts(
     model_b: TextModel | str,
     texts: Sequence[str],
     *,
+    layers: Iterable[int | str] | None = None,
     batch_size: int = 8,
     max_length: int | None = None,
     progress: Progress = silent,
@@ -67,6 +73,7 @@ def compare_on_texts(
         model_a: where the drift begins: a model, or its name.
         model_b: where it has led to.
         texts: at least one.
+        layers: indices or module names of the layers to look at; None looks at all.
         batch_size: most texts in a batch.
         max_length: most tokens of a text; by default what the first model can read.
         progress: told how far it is.
@@ -84,5 +91,6 @@ def compare_on_texts(
             f"{before.name} and {after.name} read the text as different tokens, so their maps "
             f"cannot be compared. Compare a model with one that was trained from it."
         )
-    drift = compare(before.model, after.model, before.batches(tokenised, batch_size))
+    batches = before.batches(tokenised, batch_size)
+    drift = compare(before.model, after.model, batches, layers=layers)
     return TextDrift(before.name, after.name, len(texts), tokenised.truncated, drift)

@@ -251,9 +251,9 @@ def test_a_bar_begins_where_an_interrupted_scan_ended(
     corpus: Any = form(texts(24)) if form is not Path else tmp_path / "texts.txt"
     if form is Path:
         corpus.write_text("\n".join(texts(24)))
-    scan(texts(8), looking, out=tmp_path)
+    scan(texts(8), looking, out=tmp_path / "out")
     assert "line" not in capsys.readouterr().err
-    scan(corpus, looking, out=tmp_path, progress=True)
+    scan(corpus, looking, out=tmp_path / "out", progress=True)
     shown = capsys.readouterr().err
     assert ("8line" if form is iter else "| 8/24 [") in shown
     assert ("24line" if form is iter else "| 24/24 [") in shown
@@ -264,7 +264,8 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
     part.write_bytes(b"half")
     scan(texts(8), ["head-statistics"], out=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "head-statistics.safetensors", "scan.json", "shard-0-of-1.safetensors"
+        ".shard-0-of-1.lock", "head-statistics.safetensors", "scan.json",
+        "shard-0-of-1.safetensors",
     ]  # fmt: skip
 
 
