@@ -50,6 +50,11 @@ OBSERVERS = (
     "head-statistics",
     "hidden-token-attribution",
     "label-attention",
+    "layer-health",
+    "layer-statistics",
+    "minimal-distribution",
+    "norm-statistics",
+    "residual-mixing",
     "token-identifiability",
 )
 
