@@ -93,7 +93,8 @@ def find_heads(trial: Trial, kinds: Kinds = None) -> tuple[LayerHeads, ...]:
     def keep(name: str, module: nn.Module, tensor: Tensor) -> None:
         received.setdefault(name, []).append(tensor)
 
-    tap = Tap(select(Catalogue(trial.model), kinds=kinds), captures.append)
+    catalogue = Catalogue(trial.model)
+    tap = Tap(select(catalogue, kinds=kinds), captures.append)
 
     def attach(stack: ExitStack) -> None:
         for remove in linear_hooks(trial.model, keep):
