@@ -110,6 +110,11 @@ def effective_for(
 
     References:
         Brunner et al., ICLR 2020, section 3 (heads); Michel et al., NeurIPS 2019 (importance).
+
+    Examples:
+        >>> found = effective_for(model, batch, lambda output: output[0][:, 0, :4], layers=[5])
+        >>> bool((found.answer <= found.head + 1e-6).all())
+        True
     """
     if model.training:
         raise InputError(
