@@ -47,7 +47,7 @@ def compare(
     from attnlens.files import require_writable
     from attnlens.recipes.page_content import PageContent
     from attnlens.recipes.text_drift import compare_on_texts
-    from attnlens.reporting.tables import head_table
+    from attnlens.reporting.tables import explanation, head_table
 
     if as_json:
         say_idle(context, ("field",), "with --json, which holds all")
@@ -76,4 +76,4 @@ def compare(
         return
     console = Console(highlight=False, markup=False)
     console.print(head_table(result.drift, field, console.width))
-    console.print(f"\n{result.words(field)}")
+    console.print(f"\n{explanation(result.drift, field)} {result.words(field)}")

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
+from torch import nn
+
 from attnlens.comparison import HeadDrift, compare
 from attnlens.errors import InputError
 from attnlens.recipes.ingredients import Progress, reader, silent
@@ -14,7 +17,6 @@ from attnlens.reporting.page import Report
 from attnlens.results import cell, plain
 from attnlens.texts.batching import TextModel
 
-_ROUNDING = 1e-12  # that cosines of equal maps may be off by
 DriftField = Literal["effective_cosine", "raw_cosine", "effective_fraction_change"]
 
 
@@ -27,6 +29,7 @@ class TextDrift:
         model_b: name of the second.
         examples: number of texts.
         truncated: number of texts that were cut to the models' limit.
+        identical: whether all weights of the models are equal.
         drift: one number per head and quantity.
         page: the page, if there is to be one.
     """
@@ -35,6 +38,7 @@ class TextDrift:
     model_b: str
     examples: int
     truncated: int
+    identical: bool
     drift: HeadDrift
     page: Report | None = None
 
@@ -47,13 +51,16 @@ class TextDrift:
         Returns:
             A sentence.
         """
+        if self.identical:
+            return f"{self.model_a} and {self.model_b} are identical."
         values = self.drift.tensors()[field]
-        moved = (1 - values if field.endswith("cosine") else values.abs()).nan_to_num(-1.0)
-        if not bool((moved > _ROUNDING).any()):
-            return f"From {self.model_a} to {self.model_b}, no head moved: they are identical."
+        like = field.endswith("cosine")
+        moved = (1 - values if like else values.abs()).nan_to_num(-1.0)
         row, head = divmod(int(moved.argmax()), values.shape[1])
         place = f"head {head} of {self.drift.row_labels()[row]}"
         value = cell(values[row, head].item())
+        if like and value == cell(1.0):
+            value = f"1 − {moved[row, head].item():.0e}"
         return f"From {self.model_a} to {self.model_b}, {place} moved most: {value}."
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,7 +107,8 @@ def compare_on_texts(
     layers = None if layers is None else tuple(layers)
     batches = before.batches(tokenised, batch_size)
     drift = compare(before.model, after.model, batches, layers=layers)
-    result = TextDrift(before.name, after.name, len(texts), tokenised.truncated, drift)
+    identical = _same_weights(before.model, after.model)
+    result = TextDrift(before.name, after.name, len(texts), tokenised.truncated, identical, drift)
     if page is None:
         return result
     first, second = (
@@ -113,3 +121,8 @@ def compare_on_texts(
     other_model = after.name, second
     laid_out = lay_out([drift], first, page, before.name, settings, notes, other_model)
     return replace(result, page=laid_out)
+
+
+def _same_weights(left: nn.Module, right: nn.Module) -> bool:
+    own, others = left.state_dict(), right.state_dict()
+    return own.keys() == others.keys() and all(torch.equal(own[n], others[n]) for n in own)

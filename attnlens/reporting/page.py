@@ -23,6 +23,8 @@ from attnlens.reporting.examples import Wanted
 from attnlens.reporting.modules import asset, script
 from attnlens.showing import page_of
 
+__all__ = ["Report", "report"]
+
 MOST_BYTES = 10_000_000
 _NOTES_BYTES = 4_000  # what the notes on maps may take, generously
 _FRAME_HEIGHT = 900  # pixels of a page in a notebook
@@ -108,6 +110,12 @@ def report(
     Raises:
         InputError: if there is nothing to show, tokens do not fit, or the page cannot be that
             small.
+
+    Examples:
+        >>> with Lens(model, HeadStatistics()) as lens, torch.no_grad():
+        ...     output = model(**batch)
+        >>> page = report(lens)
+        >>> page.save(folder / "report.html")
     """
     template = _template()
     wanted = Wanted(
