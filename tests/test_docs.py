@@ -20,7 +20,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from attnlens.cli.commands import app
 from attnlens.demo import model_folder, paragraphs
-from tests.support.pages import chrome
+from tests.support.browser import offline_browser
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -147,7 +147,7 @@ def test_nothing_is_fetched_from_elsewhere(site):
 
 def test_the_search_answers_twelve_questions(site):
     assert len(QUESTIONS) == 12
-    with chrome() as browser:
+    with offline_browser() as browser:
         browser.get((site / "index.html").as_uri())
         query = browser.find_element(By.NAME, "query")
         for question, page in QUESTIONS.items():

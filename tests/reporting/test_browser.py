@@ -19,7 +19,8 @@ from attnlens import EffectiveAttention, HeadStatistics, HiddenTokenAttribution,
 from attnlens.attention.maps import AttentionMap
 from attnlens.demo import model_folder
 from tests.support import models
-from tests.support.pages import Visit, chrome, number
+from tests.support.browser import offline_browser
+from tests.support.pages import Visit, number
 from tests.support.results import one_of_each
 
 LOOKS = [(1400, "light"), (1400, "dark"), (500, "light"), (500, "dark")]
@@ -39,7 +40,7 @@ TOKENS = [[f"a{i}" for i in range(19)], [f"b{i}" for i in range(6)]]
 
 @pytest.fixture(scope="module")
 def browser():
-    with chrome() as opened:
+    with offline_browser() as opened:
         yield opened
 
 

@@ -1,13 +1,10 @@
-"""A headless browser without a network, and what a person does with a page in it."""
+"""What a person does with a page in a browser."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +20,6 @@ ROOT = Path(__file__).parents[2]
 ARTEFACTS = Path(os.environ.get("ATTNLENS_ARTEFACTS", ROOT / "build"))
 AXE = ROOT / "tests" / "web" / "node_modules" / "axe-core" / "axe.min.js"
 PATIENCE = 1200  # seconds
-
-
-@contextmanager
-def chrome() -> Iterator[webdriver.Chrome]:
-    """A browser that reaches no network."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    chromium = next(filter(None, map(shutil.which, names)), None)
-    driver = shutil.which("chromedriver")
-    if not (chromium and driver):
-        pytest.fail("needs chromium and chromedriver: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in ("--headless=new", "--no-sandbox", "--window-size=1400,1700"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    with webdriver.Chrome(options=options, service=webdriver.ChromeService(driver)) as browser:
-        browser.set_network_conditions(offline=True, latency=0, throughput=0)
-        yield browser
 
 
 class Visit:
