@@ -185,12 +185,19 @@ class Capture:
         sinks: logits of an extra softmax column, or None.
         output_projection: W_O as found by following the context, or None with `projection_reason`.
         projection_reason: why there is no `projection`; empty when there is one.
+        receiver: name of the module that received the context, which is W_O also where its weight
+            is not known; empty where none was found.
         implementation: the attention implementation that ran, such as `"sdpa"`; `"direct sdpa"` or
             `"softmax"` where the module runs its own.
         observed: `[B, H, Q, K]` A as seen in the model, where it was seen; else None.
         padding: `[B, N]` bool, the `attention_mask` that the encoder was given, True for real
             tokens; None where it was given none. Some models let padding attend to itself.
         backend: which kernels derived quantities are computed with, see :mod:`attnlens.kernels`.
+
+    Examples:
+        >>> capture = record(model, **batch)[0]
+        >>> torch.allclose(capture.attention() @ capture.value, capture.context, atol=1e-5)
+        True
     """
 
     site: str
@@ -210,6 +217,7 @@ class Capture:
     sinks: Tensor | None = None
     output_projection: OutputProjection | None = None
     projection_reason: str = ""
+    receiver: str = ""
     implementation: str = ""
     observed: Tensor | None = field(default=None, repr=False)
     padding: Tensor | None = field(default=None, repr=False)

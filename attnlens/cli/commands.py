@@ -152,7 +152,7 @@ def demo(
     """Show the heads of a packaged MiniLM sentence encoder reading twelve paragraphs."""
     from rich.console import Console
 
-    from attnlens.recipes.demonstration import report_demo
+    from attnlens.recipes.demonstration import movable_attention, report_demo
     from attnlens.recipes.page_content import PageContent
 
     _prepare(context, as_json, output, overwrite, html, [])
@@ -165,6 +165,14 @@ def demo(
             f"while it reads {result.examples} short paragraphs, one number per head.\n"
         )
     _deliver(result, field, as_json, output, html)
+    if not as_json:
+        moved = movable_attention().total_variation
+        layer, head = divmod(int(moved.argmax()), heads)
+        Console(highlight=False).print(
+            f"On the first paragraph, {moved.mean():.0%} of the attention could lie elsewhere, as "
+            f"a distribution with the same output; {moved.max():.0%} in head {head} of layer "
+            f"{layer}."
+        )
 
 
 def _prepare(

@@ -42,7 +42,7 @@ def compare(
     from rich.console import Console
 
     from attnlens.recipes.text_drift import compare_on_texts
-    from attnlens.reporting.tables import head_table
+    from attnlens.reporting.tables import explanation, head_table
 
     if as_json:
         say_idle(context, ("field",), "with --json, which holds all")
@@ -63,4 +63,4 @@ def compare(
         return
     console = Console(highlight=False, markup=False)
     console.print(head_table(result.drift, field, console.width))
-    console.print(f"\n{result.words(field)}")
+    console.print(f"\n{explanation(result.drift, field)} {result.words(field)}")

@@ -6,13 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+from torch import nn
+
 from attnlens.comparison import HeadDrift, compare
 from attnlens.errors import InputError
 from attnlens.recipes.ingredients import Progress, reader, silent
 from attnlens.results import cell, plain
 from attnlens.texts.batching import TextModel
 
-_ROUNDING = 1e-12  # that cosines of equal maps may be off by
 DriftField = Literal["effective_cosine", "raw_cosine", "effective_fraction_change"]
 
 
@@ -25,6 +27,7 @@ class TextDrift:
         model_b: name of the second.
         examples: number of texts.
         truncated: number of texts that were cut to the models' limit.
+        identical: whether all weights of the models are equal.
         drift: one number per head and quantity.
     """
 
@@ -32,6 +35,7 @@ class TextDrift:
     model_b: str
     examples: int
     truncated: int
+    identical: bool
     drift: HeadDrift
 
     def words(self, field: DriftField) -> str:
@@ -43,13 +47,16 @@ class TextDrift:
         Returns:
             A sentence.
         """
+        if self.identical:
+            return f"{self.model_a} and {self.model_b} are identical."
         values = self.drift.tensors()[field]
-        moved = (1 - values if field.endswith("cosine") else values.abs()).nan_to_num(-1.0)
-        if not bool((moved > _ROUNDING).any()):
-            return f"From {self.model_a} to {self.model_b}, no head moved: they are identical."
+        like = field.endswith("cosine")
+        moved = (1 - values if like else values.abs()).nan_to_num(-1.0)
         row, head = divmod(int(moved.argmax()), values.shape[1])
         place = f"head {head} of {self.drift.row_labels()[row]}"
         value = cell(values[row, head].item())
+        if like and value == cell(1.0):
+            value = f"1 − {moved[row, head].item():.0e}"
         return f"From {self.model_a} to {self.model_b}, {place} moved most: {value}."
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,4 +100,10 @@ def compare_on_texts(
         )
     batches = before.batches(tokenised, batch_size)
     drift = compare(before.model, after.model, batches, layers=layers)
-    return TextDrift(before.name, after.name, len(texts), tokenised.truncated, drift)
+    identical = _same_weights(before.model, after.model)
+    return TextDrift(before.name, after.name, len(texts), tokenised.truncated, identical, drift)
+
+
+def _same_weights(left: nn.Module, right: nn.Module) -> bool:
+    own, others = left.state_dict(), right.state_dict()
+    return own.keys() == others.keys() and all(torch.equal(own[n], others[n]) for n in own)
