@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from attnlens.kernels import Backend, resolve
 from attnlens.observer import GradientObserver, LayerObserver, Observer
 from attnlens.results import facts_html
 from attnlens.tap.forwards import Mode
+from attnlens.tap.guard import Guard
 from attnlens.tap.selection import Kinds, select
 from attnlens.tap.sites import Catalogue, mixing_module
 from attnlens.tap.tap import Tap
@@ -50,6 +51,11 @@ class Lens:
             tensors where it is installed.
         on: forward passes to look at and to count: those of a model in `"train"` mode, in
             `"eval"` mode, or `"both"`.
+        on_error: `"raise"` an error of attnlens in the middle of a pass of the model, or `"warn"`
+            of it on exit; the lens then sees nothing more, and the model goes on.
+
+    Attributes:
+        error: what went wrong inside the lens, where that was not raised.
 
     Raises:
         InputError: if an argument is of the wrong kind or value.
@@ -65,6 +71,7 @@ class Lens:
         kinds: Kinds = None,
         backend: Backend = "auto",
         on: Mode = "both",
+        on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"model must be a torch module. Got {type(model).__name__}.")
@@ -79,7 +86,11 @@ class Lens:
         self.observers: tuple[Observer, ...] = observers or (HeadStatistics(),)
         if on not in get_args(Mode):
             raise InputError(f'on must be "train", "eval" or "both". Got {on!r}.')
+        if on_error not in ("raise", "warn"):
+            raise InputError(f'on_error must be "raise" or "warn". Got {on_error!r}.')
         self.every = every
+        self.on_error = on_error
+        self.error: Exception | None = None
         self.backend: Backend = backend
         resolve(backend, torch.device("cpu" if backend == "auto" else _device_of(model)))
         self.on = on
@@ -87,6 +98,7 @@ class Lens:
         self.layers = None if wanted is None else list(wanted)
         self.selection = select(Catalogue(model), self.layers, kinds)
         self._tap: Tap | None = None
+        self._guard = Guard(raising=True)
         self._stack = ExitStack()
 
     @property
@@ -100,6 +112,7 @@ class Lens:
                 "This lens is active already. Open a second Lens to look twice at once."
             )
         gradient = any(isinstance(observer, GradientObserver) for observer in self.observers)
+        self._guard = Guard(raising=self.on_error == "raise")
         tap = Tap(
             self.selection,
             self._dispatch,
@@ -108,6 +121,7 @@ class Lens:
             begin=self._begin,
             deliver_gradient=self._dispatch_gradient if gradient else None,
             layer_observers=[o for o in self.observers if isinstance(o, LayerObserver)],
+            guard=self._guard,
         )
         with ExitStack() as stack:
             tap.attach(stack)
@@ -123,7 +137,15 @@ class Lens:
     ) -> None:
         tap, self._tap = self._tap, None
         self._stack.close()
-        if kind is None and tap is not None:
+        self.error = self._guard.error
+        if self.error is not None:
+            warnings.warn(
+                f"The lens saw nothing after an error in it. {type(self.error).__name__}: "
+                f"{self.error}",
+                AttnLensWarning,
+                stacklevel=2,
+            )
+        elif kind is None and tap is not None:
             self._report_gaps(tap)
 
     def summary(self, field: str = "effective_fraction") -> str:

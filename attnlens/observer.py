@@ -40,10 +40,12 @@ class Observer(ABC):
 
     Attributes:
         needs_backward: whether it sees nothing without a backward pass.
+        calls_again: whether it calls layers again, which must then draw no random numbers.
         alike: settings that must be equal in observers to be merged.
     """
 
     needs_backward: ClassVar[bool] = False
+    calls_again: ClassVar[bool] = False
     alike: ClassVar[tuple[str, ...]] = ()
     layers: frozenset[int] | None = None
 

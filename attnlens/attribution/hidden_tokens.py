@@ -62,6 +62,7 @@ class HiddenTokenAttribution(ChainObserver, SumObserver):
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 5.
     """
 
+    calls_again = True
     alike = ("label_names", "radius", "norm")
 
     def __init__(

@@ -89,4 +89,4 @@ def monitor(
     """
     recent = Recent(checked_observers(observers))
     lens = Lens(model, *recent.observers, layers=layers, every=every, kinds=kinds, on=on)
-    return Monitor(lens, recent, Choice(keep, quantities))
+    return Monitor(lens, recent, Choice(keep, quantities, recent.totals))
