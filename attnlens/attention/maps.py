@@ -12,7 +12,7 @@ from torch import Tensor
 from attnlens.algebra.problem import problem
 from attnlens.capture import Capture
 from attnlens.errors import AttnLensError, InputError, MemoryBoundError
-from attnlens.observer import Observer
+from attnlens.observer import Observer, checked_indices
 from attnlens.results import LayerKey, Result
 from attnlens.saving import storable
 
@@ -52,6 +52,13 @@ class EffectiveAttention(Observer):
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
+
+    Examples:
+        >>> maps = EffectiveAttention(layers=[3], heads=[7])
+        >>> with Lens(model, maps), torch.no_grad():
+        ...     output = model(**batch)
+        >>> tuple(maps.compute()[0].effective.shape)
+        (2, 1, 19, 19)
     """
 
     def __init__(
@@ -63,7 +70,7 @@ class EffectiveAttention(Observer):
         max_bytes: int = 2**30,
     ) -> None:
         super().__init__(layers)
-        self.heads = None if heads is None else tuple(heads)
+        self.heads = None if heads is None else checked_indices("heads", heads)
         self.simplex = simplex
         self.max_bytes = max_bytes
         self._maps: list[AttentionMap] = []

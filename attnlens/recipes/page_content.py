@@ -116,7 +116,7 @@ def lay_out(
     Returns:
         The page.
     """
-    source = {"text": Path(settings["text"]).name} if "text" in settings else {}
+    source = {"text": [Path(name).name for name in settings["text"]]} if "text" in settings else {}
     return report(
         [*results, *closely.results],
         tokens=closely.tokens,

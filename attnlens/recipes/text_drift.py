@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import torch
+from torch import nn
 
 from attnlens.comparison import HeadDrift, compare
 from attnlens.errors import InputError
 from attnlens.recipes.ingredients import Progress, reader, silent
-from attnlens.results import plain
+from attnlens.results import cell, plain
 from attnlens.texts.batching import TextModel
 
 DriftField = Literal["effective_cosine", "raw_cosine", "effective_fraction_change"]
@@ -24,6 +27,7 @@ class TextDrift:
         model_b: name of the second.
         examples: number of texts.
         truncated: number of texts that were cut to the models' limit.
+        identical: whether all weights of the models are equal.
         drift: one number per head and quantity.
     """
 
@@ -31,21 +35,29 @@ class TextDrift:
     model_b: str
     examples: int
     truncated: int
+    identical: bool
     drift: HeadDrift
 
-    def most_moved(self, field: DriftField) -> tuple[int, int]:
-        """Find the head that moved most.
+    def words(self, field: DriftField) -> str:
+        """Say which head moved most.
 
         Args:
             field: by which quantity.
 
         Returns:
-            Row and head.
+            A sentence.
         """
+        if self.identical:
+            return f"{self.model_a} and {self.model_b} are identical."
         values = self.drift.tensors()[field]
-        moved = (1 - values if field.endswith("cosine") else values.abs()).nan_to_num(-1.0)
+        like = field.endswith("cosine")
+        moved = (1 - values if like else values.abs()).nan_to_num(-1.0)
         row, head = divmod(int(moved.argmax()), values.shape[1])
-        return row, head
+        place = f"head {head} of {self.drift.row_labels()[row]}"
+        value = cell(values[row, head].item())
+        if like and value == cell(1.0):
+            value = f"1 − {moved[row, head].item():.0e}"
+        return f"From {self.model_a} to {self.model_b}, {place} moved most: {value}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""
@@ -57,6 +69,7 @@ def compare_on_texts(
     model_b: TextModel | str,
     texts: Sequence[str],
     *,
+    layers: Iterable[int | str] | None = None,
     batch_size: int = 8,
     max_length: int | None = None,
     progress: Progress = silent,
@@ -67,6 +80,7 @@ def compare_on_texts(
         model_a: where the drift begins: a model, or its name.
         model_b: where it has led to.
         texts: at least one.
+        layers: indices or module names of the layers to look at; None looks at all.
         batch_size: most texts in a batch.
         max_length: most tokens of a text; by default what the first model can read.
         progress: told how far it is.
@@ -84,5 +98,12 @@ def compare_on_texts(
             f"{before.name} and {after.name} read the text as different tokens, so their maps "
             f"cannot be compared. Compare a model with one that was trained from it."
         )
-    drift = compare(before.model, after.model, before.batches(tokenised, batch_size))
-    return TextDrift(before.name, after.name, len(texts), tokenised.truncated, drift)
+    batches = before.batches(tokenised, batch_size)
+    drift = compare(before.model, after.model, batches, layers=layers)
+    identical = _same_weights(before.model, after.model)
+    return TextDrift(before.name, after.name, len(texts), tokenised.truncated, identical, drift)
+
+
+def _same_weights(left: nn.Module, right: nn.Module) -> bool:
+    own, others = left.state_dict(), right.state_dict()
+    return own.keys() == others.keys() and all(torch.equal(own[n], others[n]) for n in own)

@@ -162,6 +162,11 @@ def tokens_by_example(
     """
     by_index = {example.index: example for example in reversed(examples)}  # the first counts
     count = max(by_index, default=-1) + 1
+    if not isinstance(tokens, Sequence | None) or isinstance(tokens, str):
+        raise InputError(
+            f"tokens are lists of texts, one for each example, such as "
+            f"[tokenizer.tokenize(text)]. Got {type(tokens).__name__}."
+        )
     if tokens is not None and len(tokens) < count:
         raise InputError(f"tokens are of {len(tokens)} examples, but {count} were seen.")
     names: list[list[str]] = [[] for _ in range(count)]

@@ -36,6 +36,11 @@ class LensCallback(Following, TrainerCallback):
     `metric_for_best_model="eval_attnlens/…"` and sweeps find them. At the end W&B and MLflow get
     the observers' results as tables and grids, TensorBoard as grids. Trainers that derive from
     the Trainer, such as those of sentence-transformers and TRL, take it alike.
+
+    Examples:
+        >>> callback = LensCallback([HeadStatistics(), HeadImportance()], every_n_steps=50)
+        >>> [type(observer).__name__ for observer in callback.observers]
+        ['HeadStatistics', 'HeadImportance']
     """
 
     _trainer: Callable[[], Any] = staticmethod(lambda: None)

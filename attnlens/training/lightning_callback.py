@@ -143,7 +143,8 @@ class LightningCallback(Following, Callback):
     def _is_time(self, trainer: Trainer, batch_idx: int) -> bool:
         """Whether an optimisation step has ended after which the loggers are due."""
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-        return stepped and trainer.global_step % trainer.log_every_n_steps == 0
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return stepped and trainer.global_step % every == 0
 
     def _log(self, trainer: Trainer) -> None:
         """Hand the loggers what was seen since the last time."""

@@ -82,11 +82,9 @@ class Choice:
             )
         require_quantities(self.quantities or (), observers)
 
-    def names_heads(self, layer: int, head: int | None) -> bool:
-        """Tell whether a head, or a layer that has no heads (None), has a scalar of its own."""
-        if head is None or self.keep == "all":
-            return True
-        return self.keep != "summary" and (layer, head) in self.keep
+    def names_heads(self, layer: int, head: int) -> bool:
+        """Tell whether a head has a scalar of its own."""
+        return self.keep == "all" or (self.keep != "summary" and (layer, head) in self.keep)
 
     def rows(self, result: LayeredResult) -> Iterator[Row]:
         """Visit the chosen quantities of a result, layer by layer."""
@@ -130,8 +128,8 @@ def named_scalars(results: Sequence[LayeredResult], choice: Choice) -> dict[str,
         choice: which numbers.
 
     Returns:
-        `attnlens/<quantity>/layer_03/head_07`, `attnlens/<quantity>/layer_03/mean`, quantities of
-        whole layers as `attnlens/<quantity>/layer_03`, and for each kind of result
+        `attnlens/<quantity>/layer_03/head_07`, `attnlens/<quantity>/layer_03/mean`, which
+        quantities of whole layers have alone, and for each kind of result
         `attnlens/<kind>/examples` and `/skipped`, the largest of any head. The stack comes before
         the layer where there are several, the label after the quantity.
     """
@@ -142,11 +140,9 @@ def named_scalars(results: Sequence[LayeredResult], choice: Choice) -> dict[str,
         for name in filter(tensors.__contains__, _COUNTS):
             scalars[f"attnlens/{kind}/{name}"] = tensors[name].nan_to_num().max().item()
         for row in choice.rows(result):
-            if row.values.dim():
-                mean = row.values.nanmean().item()
-                scalars[f"attnlens/{row.name}/{row.label}/mean"] = mean
+            scalars[f"attnlens/{row.name}/{row.label}/mean"] = row.values.nanmean().item()
             for head, value in row.numbers():
-                if choice.names_heads(row.layer, head):
+                if head is not None and choice.names_heads(row.layer, head):
                     scalars[f"attnlens/{row.tag(head)}"] = value
     return {name: value for name, value in scalars.items() if not math.isnan(value)}
 

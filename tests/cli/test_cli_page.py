@@ -37,10 +37,10 @@ def folder(tmp_path_factory):
     return root
 
 
-def written(folder, tmp_path, *arguments):
+def written(folder, tmp_path, *arguments, text="texts.txt"):
     """The content of a report, and what was said."""
     page = tmp_path / "report.html"
-    command = ["report", folder / "tiny", "--text", folder / "texts.txt", "--lines", *arguments]
+    command = ["report", folder / "tiny", "--text", folder / text, "--lines", *arguments]
     result = CliRunner().invoke(app, [str(part) for part in (*command, "--html", page)])
     assert result.exit_code == 0, result.stderr
     html = page.read_text()
@@ -55,7 +55,7 @@ def test_examples_are_shown_in_the_order_of_the_text(folder, tmp_path):
     assert [example["tokens"] for example in found["examples"]] == [
         ["[CLS]", *line.split(), "[SEP]"] for line in first
     ]
-    assert found["model"] == "tiny" and found["settings"]["text"] == "texts.txt"
+    assert found["model"] == "tiny" and found["settings"]["text"] == ["texts.txt"]
     assert found["grids"][0]["name"] == "effective fraction"
     assert not found["attribution"] and not found["curves"]
     assert "Maps are of the first 3 of 60 examples." in said
@@ -80,17 +80,16 @@ def test_attribution_and_identifiability_join(folder, tmp_path):
 
 
 def test_too_few_texts_to_identify_are_a_note(folder, tmp_path):
-    few = tmp_path / "few.txt"
-    few.write_text("river stone\n\npaper window")
-    found, said = written(folder, tmp_path, "--text", few, "--identifiability")
+    (folder / "few.txt").write_text("river stone\n\npaper window")
+    found, said = written(folder, tmp_path, "--identifiability", text="few.txt")
     assert not found["curves"] and "Tokens were not identified." in said
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--heads", "4"], "heads=[4] but"),
-        (["--heads", "one"], "heads must be indices, as in 0,3. Got 'one'."),
+        (["--heads", "4"], "--heads [4] but"),
+        (["--heads", "one"], "--heads must be indices, as in 0,3. Got 'one'."),
         (["--html", "none/report.html"], "there is no folder none"),
     ],
 )

@@ -103,9 +103,9 @@ def grouped() -> LabelAttention:
         (HeadImportance(), "train", "attnlens/importance/layer_01/mean"),
         (grouped(), "train", "attnlens/effective/odd/layer_01/head_03"),
         (grouped(), "eval", "eval_attnlens/raw/even/layer_00/mean"),
-        (TokenSaliency(), "train", "attnlens/norm/layer_01"),
-        (HiddenTokenAttribution(), "eval", "eval_attnlens/own/layer_01"),
-        (HiddenTokenAttribution(), "train", "attnlens/own/layer_00"),
+        (TokenSaliency(), "train", "attnlens/norm/layer_01/mean"),
+        (HiddenTokenAttribution(), "eval", "eval_attnlens/own/layer_01/mean"),
+        (HiddenTokenAttribution(), "train", "attnlens/own/layer_00/mean"),
     ],
 )
 def test_every_observer_has_scalars(tmp_path: Path, observer: Any, on: Any, expected: str) -> None:
@@ -119,7 +119,7 @@ def test_every_observer_has_scalars(tmp_path: Path, observer: Any, on: Any, expe
     assert expected in logged
     name = expected.split("/")[1]
     if name == "own":
-        own = {place: logged[f"{expected[:-1]}{place}"] for place in (0, 1)}
+        own = {place: logged[f"{expected[:-6]}{place}/mean"] for place in (0, 1)}
         assert all(0 < value < 1 for value in own.values())
         if on == "eval":  # one evaluation, so that the totals are what was logged
             assert list(own.values()) == result.own[:, 0].tolist()
