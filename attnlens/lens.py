@@ -116,6 +116,11 @@ class Lens:
         """Whether the lens is attached now."""
         return self._tap is not None
 
+    @property
+    def passes(self) -> int:
+        """How many forward passes ran inside the lens since it was attached; 0 if it is not."""
+        return 0 if self._tap is None else self._tap.forwards.count
+
     def __enter__(self) -> Lens:
         if self._tap is not None:
             raise AttnLensError(

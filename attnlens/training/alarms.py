@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnlens.errors import AttnLensWarning, InputError
+from attnlens.observer import Observer
 from attnlens.results import LayeredResult
-from attnlens.training.scalars import rows_of
+from attnlens.training.scalars import require_quantities, rows_of
 
 Moment = tuple[float, float]
 """Optimisation steps and epochs since the start of the training."""
@@ -102,6 +103,10 @@ class AlarmBell:
             if not isinstance(alarm, Alarm):
                 raise InputError(f"alarms are instances of Alarm. Got {alarm!r}.")
         self.reset()
+
+    def require_known(self, observers: Sequence[Observer]) -> None:
+        """Refuse alarms about what no result of some observers has."""
+        require_quantities([alarm.quantity for alarm in self.alarms], observers)
 
     def reset(self) -> None:
         """Begin a training."""

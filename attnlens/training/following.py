@@ -22,7 +22,7 @@ from attnlens.results import LayeredResult
 from attnlens.tap.forwards import Mode
 from attnlens.training.alarms import Alarm, AlarmBell, Moment
 from attnlens.training.recent import Recent, checked_observers, forward_only
-from attnlens.training.scalars import Choice, Keep, named_scalars, require_quantities
+from attnlens.training.scalars import Choice, Keep, named_scalars
 
 
 class Following:
@@ -87,7 +87,7 @@ class Following:
         self.over_runs = over_runs
         self._choice = Choice(keep, quantities, self.observers)
         self._bell = AlarmBell(tuple(alarms))
-        require_quantities([alarm.quantity for alarm in self._bell.alarms], self.observers)
+        self._bell.require_known(self.observers)
         if self._bell.alarms and on == "eval":
             raise InputError('alarms are about training steps: use on="train" or on="both".')
         self._histograms = histograms

@@ -112,13 +112,13 @@ def test_two_callbacks_survive_a_kill(tmp_path: Path) -> None:
         ]
 
     def checkpoints(name: str) -> ModelCheckpoint:
-        return ModelCheckpoint(tmp_path / name, every_n_train_steps=3, save_top_k=-1)
+        return ModelCheckpoint(tmp_path / name, save_on_train_epoch_end=True)
 
     # Lightning restores no random numbers, so a resumed training draws other dropout.
     whole, resumed = two(), two()
     fit(tmp_path, *whole, checkpoints("whole"), task=Task(**NO_DROPOUT))
     with pytest.raises(Stop):
-        fit(tmp_path, *two(), checkpoints("killed"), task=Task(fail_at=5, **NO_DROPOUT))
+        fit(tmp_path, *two(), checkpoints("killed"), task=Task(fail_at=8, **NO_DROPOUT))
     (saved,) = (tmp_path / "killed").iterdir()
     fit(
         tmp_path,
