@@ -25,6 +25,7 @@ from attnlens.kernels.ranks import require_rtol
 from attnlens.kernels.torch_gram import selected_rows
 from attnlens.results import facts_html
 from attnlens.saving import storable
+from attnlens.showing import Shown
 
 Kind = Literal["encoder", "decoder", "cross"]
 Link = Literal["first", "next", "broken"]
@@ -162,7 +163,7 @@ class HiddenState:
 
 @storable("entry")
 @dataclass(frozen=True, eq=False, repr=False)
-class Capture:
+class Capture(Shown):
     """One attention call of one site, exactly as the model ran it; every tensor is detached.
 
     Attributes:

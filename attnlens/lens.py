@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,9 @@ from attnlens.errors import AttnLensError, AttnLensWarning, InputError, Unsuppor
 from attnlens.kernels import Backend, resolve
 from attnlens.observer import GradientObserver, LayerObserver, Observer
 from attnlens.results import facts_html
+from attnlens.showing import Shown
 from attnlens.tap.forwards import Mode
+from attnlens.tap.guard import Guard
 from attnlens.tap.interrupts import attachment
 from attnlens.tap.selection import Kinds, select
 from attnlens.tap.sites import Catalogue, mixing_module
@@ -33,7 +35,7 @@ from attnlens.tap.tap import Tap
 _SWITCH = "Call torch.backends.mha.set_fastpath_enabled(False) first."
 
 
-class Lens:
+class Lens(Shown):
     """Attach observers to a model for the duration of a `with` block.
 
     The model's outputs are bit-identical with and without a lens. Its configuration, masks,
@@ -53,6 +55,11 @@ class Lens:
             tensors where it is installed.
         on: forward passes to look at and to count: those of a model in `"train"` mode, in
             `"eval"` mode, or `"both"`.
+        on_error: `"raise"` an error of attnlens in the middle of a pass of the model, or `"warn"`
+            of it on exit; the lens then sees nothing more, and the model goes on.
+
+    Attributes:
+        error: what went wrong inside the lens, where that was not raised.
 
     Raises:
         InputError: if an argument is of the wrong kind or value.
@@ -75,6 +82,7 @@ class Lens:
         kinds: Kinds = None,
         backend: Backend = "auto",
         on: Mode = "both",
+        on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"model must be a torch module. Got {type(model).__name__}.")
@@ -89,7 +97,11 @@ class Lens:
         self.observers: tuple[Observer, ...] = observers or (HeadStatistics(),)
         if on not in get_args(Mode):
             raise InputError(f'on must be "train", "eval" or "both". Got {on!r}.')
+        if on_error not in ("raise", "warn"):
+            raise InputError(f'on_error must be "raise" or "warn". Got {on_error!r}.')
         self.every = every
+        self.on_error = on_error
+        self.error: Exception | None = None
         self.backend: Backend = backend
         resolve(backend, torch.device("cpu" if backend == "auto" else _device_of(model)))
         self.on = on
@@ -97,6 +109,7 @@ class Lens:
         self.layers = None if wanted is None else list(wanted)
         self.selection = select(Catalogue(model), self.layers, kinds)
         self._tap: Tap | None = None
+        self._guard = Guard(raising=True)
         self._attachment = attachment(lambda stack: None)
 
     @property
@@ -104,11 +117,17 @@ class Lens:
         """Whether the lens is attached now."""
         return self._tap is not None
 
+    @property
+    def passes(self) -> int:
+        """How many forward passes ran inside the lens since it was attached; 0 if it is not."""
+        return 0 if self._tap is None else self._tap.forwards.count
+
     def __enter__(self) -> Lens:
         if self._tap is not None:
             raise AttnLensError(
                 "This lens is active already. Open a second Lens to look twice at once."
             )
+        self._guard = Guard(raising=self.on_error == "raise")
         # The tap must not know the lens: one that is dropped without an exit then detaches.
         audience = _Audience(self.observers, self.backend)
         tap = Tap(
@@ -119,6 +138,7 @@ class Lens:
             begin=audience.begin,
             deliver_gradient=audience.update_gradient if audience.wants_gradients else None,
             layer_observers=[o for o in self.observers if isinstance(o, LayerObserver)],
+            guard=self._guard,
         )
         self._attachment = attachment(tap.attach)
         try:
@@ -140,7 +160,15 @@ class Lens:
             tap, self._tap = self._tap, None
         finally:
             self._attachment.close()
-        if kind is None and tap is not None:
+        self.error = self._guard.error
+        if self.error is not None:
+            warnings.warn(
+                f"The lens saw nothing after an error in it. {type(self.error).__name__}: "
+                f"{self.error}",
+                AttnLensWarning,
+                stacklevel=2,
+            )
+        elif kind is None and tap is not None:
             self._report_gaps(tap)
 
     def summary(self, field: str = "effective_fraction") -> str:

@@ -45,6 +45,7 @@ class Observer(ABC):
 
     Attributes:
         needs_backward: whether it sees nothing without a backward pass.
+        calls_again: whether it calls layers again, which must then draw no random numbers.
         alike: settings that must be equal in observers to be merged.
 
     Examples:
@@ -64,6 +65,7 @@ class Observer(ABC):
     """
 
     needs_backward: ClassVar[bool] = False
+    calls_again: ClassVar[bool] = False
     alike: ClassVar[tuple[str, ...]] = ()
     layers: frozenset[int] | None = None
 

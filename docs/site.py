@@ -29,6 +29,7 @@ MODULES = {
     "attnlens.reporting.figures": "Figures",
     "attnlens.checking": "Checks",
     "attnlens.comparison": "Comparison",
+    "attnlens.answering": "Effective for what",
     "attnlens.capture": "Captures",
     "attnlens.observer": "Observers of one's own",
     "attnlens.results": "Results",

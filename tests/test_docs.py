@@ -14,9 +14,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import typer
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
+from attnlens.cli.commands import app
 from attnlens.demo import model_folder, paragraphs
 from tests.support.browser import offline_browser
 
@@ -70,6 +72,12 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, folder):
         ["bash", "-e", "-c", shell], capture_output=True, text=True, timeout=3600, check=False
     )
     assert finished.returncode == 0, finished.stderr
+
+
+def test_every_command_is_shown():
+    shell = "\n".join(text for page in PAGES for language, text in blocks(page) if language == "sh")
+    shown = set(re.findall(r"^attnlens ([a-z]+)", shell, re.MULTILINE))
+    assert shown == {command.name for command in typer.main.get_group(app).commands.values()}
 
 
 @pytest.fixture(scope="module")

@@ -107,8 +107,8 @@ def answer_attention(
         cross: whether queries and keys are different tokens, even where there are as many.
 
     Returns:
-        `[B, H, Q, K]` float64: the least change to nothing, so to say: of all matrices with the
-        derivatives `⟨X, ∂y_c/∂A⟩ = ⟨A, ∂y_c/∂A⟩` the one of least norm. It is a projection of A⊥.
+        `[B, H, Q, K]` float64: of all X with `⟨X, ∂y_c/∂A⟩ = ⟨A, ∂y_c/∂A⟩` for every c, the one of
+        least norm. It is a projection of A⊥.
 
     Raises:
         InputError: if shapes do not fit.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -72,6 +72,9 @@ class HeadImportance(GradientObserver, SumObserver):
     Args:
         layers: layer indices to look at; None looks at all.
         normalise: scale each layer's importance to unit l2 norm in the result.
+        loss_reduction: `"mean"` where the loss is a mean over the examples of its batch, which then
+            is taken back, so that those of a short last batch do not count more; `"sum"` takes the
+            loss as it is.
         loss_scale: factor on the loss, or a function that returns it at every backward pass, such
             as `scaler.get_scale`; None means 1, or what a Trainer's callback knows.
 
@@ -86,17 +89,23 @@ class HeadImportance(GradientObserver, SumObserver):
         True
     """
 
+    alike = ("loss_reduction",)
+
     def __init__(
         self,
         layers: Iterable[int] | None = None,
         *,
         normalise: bool = False,
+        loss_reduction: Literal["sum", "mean"] = "sum",
         loss_scale: LossScale | None = None,
     ) -> None:
         super().__init__(layers)
         if loss_scale is not None and not callable(loss_scale) and not loss_scale > 0:
             raise InputError(f"loss_scale must be positive. Got {loss_scale!r}.")
+        if loss_reduction not in ("sum", "mean"):
+            raise InputError(f'loss_reduction must be "sum" or "mean". Got {loss_reduction!r}.')
         self.normalise = normalise
+        self.loss_reduction = loss_reduction
         self.loss_scale = loss_scale
 
     def update(self, capture: Capture) -> None:
@@ -120,6 +129,8 @@ class HeadImportance(GradientObserver, SumObserver):
         real = _by_example(active.any(-1), capture.windows).expand_as(sums.finite)
         counted = real & (sums.finite > 0)
         scale = self._scale()
+        if self.loss_reduction == "mean":
+            scale = scale / len(counted)
         self._add(
             capture,
             importance=torch.where(counted, sums.derivative.abs(), 0.0).sum(0) / scale,

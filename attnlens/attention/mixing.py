@@ -80,8 +80,8 @@ class ResidualMixing(LayerObserver, SumObserver):
         self._attended = []
 
     def wants(self, capture: Capture) -> bool:
-        """Tell whether a capture concerns this observer."""
-        return self.layers is None or capture.layer in self.layers
+        """Tell whether a capture concerns this observer; in cross-attention no token is its own."""
+        return capture.kind != "cross" and (self.layers is None or capture.layer in self.layers)
 
     def update(self, capture: Capture) -> None:
         """Keep what attention writes until its layer is complete.

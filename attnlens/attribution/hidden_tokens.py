@@ -70,6 +70,7 @@ class HiddenTokenAttribution(ChainObserver, SumObserver):
         6
     """
 
+    calls_again = True
     alike = ("label_names", "radius", "norm")
 
     def __init__(

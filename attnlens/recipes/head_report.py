@@ -124,8 +124,6 @@ def _with_page(
         results += [rates for entry in collectors for rates in identified_tokens(entry)]
     except AttnLensError as error:
         notes.append(f"Tokens were not identified. {error}")
-    page = lay_out(results, closely, content, report.model, report.settings)
-    notes += page.notes
-    if report.examples > content.examples:
-        notes.append(f"Maps are of the first {content.examples} of {report.examples} examples.")
-    return replace(report, page=page, notes=tuple(notes))
+    notes += content.notes(report.examples)
+    page = lay_out(results, closely, content, report.model, report.settings, notes)
+    return replace(report, page=page, notes=page.notes)

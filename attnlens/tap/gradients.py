@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attnlens.capture import Capture
 from attnlens.errors import CaptureError
+from attnlens.tap.guard import Guard
 from attnlens.tap.hooks import unobserved
 
 DeliverGradient = Callable[[Capture, Tensor], None]
@@ -45,14 +46,16 @@ class Gradients:
 
     Args:
         deliver: called in the backward pass with the capture and `∂L/∂O`, `[B, H, Q, D]`.
+        guard: what becomes of an error in the backward pass.
 
     Attributes:
         delivered: whether any gradient arrived yet.
     """
 
-    def __init__(self, deliver: DeliverGradient) -> None:
+    def __init__(self, deliver: DeliverGradient, guard: Guard) -> None:
         self.delivered = False
         self._deliver = deliver
+        self._guard = guard
         self._hooks: WeakSet[_GradientHook] = WeakSet()
         self._waiting: dict[str, deque[deque[Capture]]] = {}
 
@@ -70,7 +73,7 @@ class Gradients:
             return False
         hook = _GradientHook(_context_only(capture), live.arrange, self._arrived)
         register: Callable[..., Any] = live.tensor.register_hook
-        hook.handle = register(hook)
+        hook.handle = register(self._guard(hook))
         self._hooks.add(hook)
         return True
 

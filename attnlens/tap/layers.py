@@ -19,6 +19,7 @@ from attnlens.capture import Capture, HiddenState, LayerCapture, Link
 from attnlens.errors import UnsupportedAttentionError
 from attnlens.observer import LayerObserver
 from attnlens.tap.forwards import Forwards
+from attnlens.tap.guard import Guard
 from attnlens.tap.hooks import Hook, replaying, unheard, unobserved
 from attnlens.tap.order import LayerOrder
 from attnlens.tap.passing import output_tensors
@@ -47,6 +48,7 @@ class LayerTap:
         selection: which stacks to look at.
         observers: whom to tell.
         forwards: the forward passes of the model.
+        guard: what becomes of an error inside a pass.
 
     Attributes:
         layers: the layers that are looked at.
@@ -57,7 +59,11 @@ class LayerTap:
     """
 
     def __init__(
-        self, selection: Selection, observers: Sequence[LayerObserver], forwards: Forwards
+        self,
+        selection: Selection,
+        observers: Sequence[LayerObserver],
+        forwards: Forwards,
+        guard: Guard,
     ) -> None:
         layers = selection.catalogue.layers()
         self.layers = tuple(layer for layer in layers if layer.kind in selection.kinds)
@@ -72,6 +78,7 @@ class LayerTap:
         self._selection = selection
         self._observers = observers
         self._forwards = forwards
+        self._guard = guard
         self._layouts: dict[str, Layout] = {}
         self._attached = self._open = False
         self._clear()
@@ -81,7 +88,8 @@ class LayerTap:
         self._attached = True
         stack.callback(self._detach)
         for layer in self.layers:
-            enter, leave = Hook(partial(self._enter, layer)), Hook(partial(self._leave, layer))
+            enter = Hook(self._guard(partial(self._enter, layer)))
+            leave = Hook(self._guard(partial(self._leave, layer)))
             module = layer.module
             stack.callback(enter.attach(module.register_forward_pre_hook, with_kwargs=True))
             stack.callback(leave.attach(module.register_forward_hook, always_call=True))
@@ -219,7 +227,7 @@ class LayerTap:
             for observer in self._observers:
                 receive = observer.watch_hidden(state)
                 if receive is not None:
-                    hook(partial(self._receive, receive, layout))
+                    hook(self._guard(partial(self._receive, receive, layout)))
 
         if live.requires_grad:
             register()

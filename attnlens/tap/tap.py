@@ -23,6 +23,7 @@ from attnlens.tap.dispatch import InterfaceCall, listen
 from attnlens.tap.foreign import ForeignFunctions
 from attnlens.tap.forwards import Forwards, Mode, forward_roots
 from attnlens.tap.gradients import DeliverGradient, Gradients, LiveContext
+from attnlens.tap.guard import Guard
 from attnlens.tap.hooks import Hook, Lifted, lifted, replaying, unobserved
 from attnlens.tap.layers import LayerTap
 from attnlens.tap.masks import Maskings
@@ -51,6 +52,7 @@ class Tap:
         deliver_gradient: called in the backward pass with each capture and `∂L/∂O`; None asks
             for no gradients.
         layer_observers: whom to tell of whole layers.
+        guard: what becomes of an error inside a forward or backward pass; raised by default.
 
     Attributes:
         forwards: the forward passes of the model.
@@ -72,26 +74,29 @@ class Tap:
         begin: Begin | None = None,
         deliver_gradient: DeliverGradient | None = None,
         layer_observers: Sequence[LayerObserver] = (),
+        guard: Guard | None = None,
     ) -> None:
+        guard = Guard(raising=True) if guard is None else guard
         self._model = selection.catalogue.model
         self._selection = selection
-        self._announce = begin
+        self._announce = None if begin is None else guard(begin)
+        self._guard = guard
         self.forwards = Forwards(every, mode)
         self.layers: LayerTap | None = None
         if layer_observers:
-            self.layers = LayerTap(selection, layer_observers, self.forwards)
-        self.gradients = None if deliver_gradient is None else Gradients(deliver_gradient)
+            self.layers = LayerTap(selection, layer_observers, self.forwards, guard)
+        self.gradients = None if deliver_gradient is None else Gradients(deliver_gradient, guard)
         self.fired: set[str] = set()
         self.heard: set[str] = set()
         self._interface = {id(site.module): site for site in selection.catalogue.interface}
-        self._waiting = Waiting(self._model, deliver)
+        self._waiting = Waiting(self._model, guard(deliver))
         self.elsewhere = 0
         self._fusable = fusable_layers(self._model)
         self._lifted: list[Lifted] = []
         self._scope = TraceScope(
             self._model,
-            self._heard_event,
-            self._waiting.received_by_weight,
+            guard(self._heard_event),
+            guard(self._waiting.received_by_weight),
             replays=deliver_gradient is not None,
         )
         self.fused = self._scope.fused
@@ -127,7 +132,8 @@ class Tap:
             enter = Hook(partial(self._enter, site))
             stack.callback(enter.attach(site.module.register_forward_pre_hook))
         self._waiting.attach(stack)
-        stack.enter_context(listen([site.module for site in sites], Hook(self._heard_call)))
+        heard = Hook(self._guard(self._heard_call))
+        stack.enter_context(listen([site.module for site in sites], heard))
         if self.layers is not None:
             self.layers.attach(stack)
 
@@ -168,10 +174,10 @@ class Tap:
             return
         completed = output is not None  # torch calls this hook without one where the forward raised
         self._scope.end(completed)
-        self._waiting.settle()
+        self._guard(self._waiting.settle)()
         try:
             if self.layers is not None:
-                self.layers.end(completed)
+                self._guard(self.layers.end)(completed)
         finally:
             self._clear()
 
@@ -193,7 +199,7 @@ class Tap:
 
     def _enter(self, site: Site, *_: Any) -> None:
         if self.forwards.running and not replaying():
-            self._waiting.settle()
+            self._guard(self._waiting.settle)()
             self._order.invoke(site)
 
     def _heard_call(self, call: InterfaceCall) -> None:

@@ -2,67 +2,40 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 from transformers import TrainerControl as Control
 from transformers import TrainerState as State
 from transformers import TrainingArguments as Arguments
+from transformers.integrations.integration_utils import rewrite_logs
 
-from attnlens.attention.importance import HeadImportance
-from attnlens.capture import Kind
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError
 from attnlens.files import load_state, save_state
-from attnlens.lens import Lens
-from attnlens.observer import Observer, part_of
-from attnlens.tap.forwards import Mode
-from attnlens.training.recent import Recent, checked_observers, forward_only
-from attnlens.training.scalars import Choice, Keep, layer_values, named_scalars
+from attnlens.training.boards import Board, boards_of_reporters, show_histograms, show_results
+from attnlens.training.following import Following, first_process
 from attnlens.training.steps import calling_trainer, loss_scale, surround
 
-NAME = "attnlens_observers.safetensors"
+_NAME = "attnlens_{}.safetensors"
 
 
-class LensCallback(TrainerCallback):
+class LensCallback(Following, TrainerCallback):
     """Look at some steps of a training and log what their heads did, beside the loss.
 
     trainer = Trainer(..., callbacks=[LensCallback(every_n_steps=50)])
 
-    Whenever the Trainer logs, scalars go through its logging too, so that every reporter gets
-    them; each describes the steps looked at since the last log. Losses and weights are
-    bit-identical to those of a training without the callback (a compiled model runs uncompiled in
-    the steps looked at). Statistics are of A before dropout. A lens is open during the forward
-    and the backward pass of a step looked at, and closed whatever happens there. The state is
-    saved in each checkpoint folder and restored with it.
-
-    Args:
-        observers: observers of sums, such as `HeadStatistics()`, the default, and
-            `HeadImportance()`. Afterwards they hold the whole training.
-        every_n_steps: look at each N-th optimisation step, beginning with the first, with all its
-            micro-batches; in an evaluation, at each N-th batch.
-        on: look at `"train"` steps, at `"eval"` batches, or `"both"`.
-        keep: `"summary"` for the mean of every layer, `"all"` for every head too, or a list of
-            `(layer, head)`.
-        quantities: fields of the observers' results to log; the usual ones by default.
-        histograms: write the distribution over the heads of each layer where TensorBoard is used.
-        layers: layers to look at, see :class:`~attnlens.Lens`.
-        kinds: kinds of attention to look at, see :class:`~attnlens.Lens`.
-
-    Attributes:
-        observers: what was given, or `HeadStatistics`.
-        eval_observers: what holds the evaluations: with `on="eval"` the observers themselves,
-            else empty copies of those that need no backward pass.
-
-    Raises:
-        InputError: if an argument is of the wrong kind or value.
+    Arguments are those of :class:`~attnlens.training.following.Following`. Whenever the Trainer
+    logs, scalars go through its logging too, so that every reporter gets them; each describes the
+    steps looked at since the last log. Those of an evaluation are among its metrics, where
+    `metric_for_best_model="eval_attnlens/…"` and sweeps find them. At the end W&B and MLflow get
+    the observers' results as tables and grids, TensorBoard as grids. Trainers that derive from
+    the Trainer, such as those of sentence-transformers and TRL, take it alike.
 
     Examples:
         >>> callback = LensCallback([HeadStatistics(), HeadImportance()], every_n_steps=50)
@@ -70,42 +43,13 @@ class LensCallback(TrainerCallback):
         ['HeadStatistics', 'HeadImportance']
     """
 
-    def __init__(
-        self,
-        observers: Iterable[Observer] = (),
-        *,
-        every_n_steps: int = 50,
-        on: Mode = "train",
-        keep: Keep = "summary",
-        quantities: Iterable[str] | None = None,
-        histograms: bool = True,
-        layers: Iterable[int | str] | None = None,
-        kinds: Iterable[Kind] | Kind | None = None,
-    ) -> None:
-        whole = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool)
-        if not whole or every_n_steps < 1:
-            raise InputError(f"every_n_steps must be a positive integer. Got {every_n_steps!r}.")
-        if on not in ("train", "eval", "both"):
-            raise InputError(f'on must be "train", "eval" or "both". Got {on!r}.')
-        self.observers = checked_observers(observers)
-        self.eval_observers = self.observers if on == "eval" else forward_only(self.observers)
-        backward = [type(o).__name__ for o in self.eval_observers if o.needs_backward]
-        if backward:
-            raise InputError(f'{backward[0]} needs a backward pass: use on="train" or on="both".')
-        self.every_n_steps = every_n_steps
-        self._choice = Choice(keep, quantities)
-        self._histograms = histograms
-        layers = layers if layers is None or isinstance(layers, (int, str)) else list(layers)
-        self._make_lens = partial(Lens, layers=layers, kinds=kinds)
-        self._recent: dict[str, Recent] = {}
-        if on != "eval":
-            self._recent["train"] = Recent(self.observers)
-        if on != "train":
-            self._recent["eval"] = Recent(self.eval_observers)
-        self._lenses: dict[str, Lens] = {}
-        self._trainer: Callable[[], Any] = lambda: None
-        self._steps = self._batches = 0
-        self._restored = self._logging = self._warned = False
+    _trainer: Callable[[], Any] = staticmethod(lambda: None)
+    _steps = _batches = 0
+    _logging = _warned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles belong to no Trainer."""
+        return {name: v for name, v in super().__getstate__().items() if name != "_trainer"}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the state of the observers into a checkpoint folder.
@@ -115,13 +59,9 @@ class LensCallback(TrainerCallback):
         Args:
             folder: where to; nothing is written if it does not exist.
         """
-        state = {
-            f"{phase}/{name}": tensor
-            for phase, recent in self._recent.items()
-            for name, tensor in recent.state(sync=_distributed()).items()
-        }
-        if _first_process() and Path(folder).is_dir():
-            save_state(state, Path(folder) / NAME, {"observers": self._kinds()})
+        state = self._state()
+        if first_process() and Path(folder).is_dir():
+            save_state(state, self._file(folder), self._about())
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Restore what :meth:`save` wrote; a resumed training does so itself if it finds it.
@@ -130,22 +70,18 @@ class LensCallback(TrainerCallback):
             folder: the checkpoint folder.
 
         Raises:
-            InputError: if the folder holds no state, a damaged one, or that of other observers.
+            InputError: if the folder holds no state, a damaged one, or only that of callbacks
+                with other settings.
         """
-        path = Path(folder) / NAME
-        if not path.is_file():
+        path = self._file(folder)
+        others = sorted(Path(folder).glob(_NAME.format("*")))
+        if not path.is_file() and not others:
             raise InputError(
-                f"{folder} holds no {NAME}. Give a checkpoint saved with this callback."
+                f"{folder} holds no {path.name}. Give a checkpoint saved with this callback."
             )
-        state, about = load_state(path)
-        if about.get("observers") != self._kinds():
-            raise InputError(
-                f"{path} holds the state of {about.get('observers')}; here are {self._kinds()}. "
-                f"Use the observers it was saved with."
-            )
-        for phase, recent in self._recent.items():
-            recent.restore(part_of(state, f"{phase}/"), recent=_first_process())
-        self._restored = True
+        for file in [path] if path.is_file() else others:
+            state, about = load_state(file)
+            self._restore(state, about, str(file))
 
     def on_init_end(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Meet the Trainer."""
@@ -154,19 +90,17 @@ class LensCallback(TrainerCallback):
     def on_train_begin(
         self, args: Arguments, state: State, control: Control, **kwargs: Any
     ) -> None:
-        """Restore the state of a resumed training."""
+        """Begin at zero, or restore the state of a resumed training."""
         self._meet(calling_trainer(self))
         if args.n_gpu > 1:
             raise InputError(
                 "With several devices in one process the Trainer uses nn.DataParallel, which runs "
                 "copies of the model that no hook can follow. Start it with torchrun."
             )
-        if not self._restored:
-            for recent in self._recent.values():
-                recent.drop()
-            if state.global_step:
-                self._resume(args, state)
-        self._restored = self._warned = False
+        if state.global_step and not self._restored:
+            self._resume(args, state)
+        self._begin_run()
+        self._warned = False
 
     def on_epoch_begin(
         self, args: Arguments, state: State, control: Control, **kwargs: Any
@@ -175,8 +109,9 @@ class LensCallback(TrainerCallback):
         self._steps = 0
 
     def on_epoch_end(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
-        """Warn, once in a training, if no step of the epoch was looked at."""
-        if "train" in self._recent and not self._steps and not self._warned:
+        """Warn, once in a training, if no step of a whole epoch was looked at."""
+        cut = state.epoch is None or not math.isclose(state.epoch, round(state.epoch), abs_tol=1e-6)
+        if "train" in self._recent and not self._steps and not self._warned and not cut:
             self._warned = True
             warnings.warn(
                 f"every_n_steps={self.every_n_steps} looked at no step of a whole epoch, the one "
@@ -188,44 +123,42 @@ class LensCallback(TrainerCallback):
     def on_log(
         self, args: Arguments, state: State, control: Control, logs: Any = None, **kwargs: Any
     ) -> None:
-        """Log what was seen since the last time, training and evaluation each with its own."""
-        if self._logging:
+        """Log what was seen of the training since the last time."""
+        if self._logging or "train" not in self._recent or _is_of_evaluation(logs or {}):
             return
-        prefix = _evaluated(logs or {})
-        recent = self._recent.get("train" if prefix is None else "eval")
-        if recent is None:
-            return
-        results = recent.close(sync=_distributed())
-        scalars = named_scalars(results, self._choice)
-        if not scalars:
-            return
-        self._logging = True
-        try:
-            self._trainer().log({f"{prefix or ''}{name}": v for name, v in scalars.items()})
-        finally:
-            self._logging = False
+        results, scalars = self._close("train", (state.global_step, state.epoch or 0.0))
+        control.should_training_stop |= self._bell.stops
+        if scalars:
+            self._log(scalars)
+        boards = self._boards()
         if self._histograms:
-            self._write_histograms(results, prefix or "", state.global_step)
+            show_histograms(boards, results, self._choice, "train/", state.global_step)
+        if "train_runtime" in (logs or {}) and boards:
+            totals = self._recent["train"].results()
+            show_results(boards, totals, self._choice, state.global_step)
 
     def on_train_end(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Let go of the model."""
         self._lenses.clear()
 
-    def on_evaluate(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
-        """Begin the next evaluation with a first batch, and let go of the model."""
-        self._end_batches()
-
-    def on_predict(
-        self, args: Arguments, state: State, control: Control, metrics: Any = None, **kwargs: Any
-    ) -> None:
-        """Add what was seen to the totals; a prediction is not logged."""
-        self._end_batches()
-        if "eval" in self._recent:
-            self._recent["eval"].close(sync=_distributed())
-
     def on_save(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Save the state beside the Trainer's."""
-        self.save(_checkpoint(args, state))
+        self.save(self._checkpoint(args, state))
+
+    def _log(self, scalars: dict[str, float]) -> None:
+        self._logging = True
+        try:
+            self._trainer().log(scalars)
+        finally:
+            self._logging = False
+
+    def _boards(self) -> list[Board]:
+        """The boards that this process reports to."""
+        reporters = self._trainer().callback_handler.callbacks
+        return list(boards_of_reporters(reporters)) if first_process() else []
+
+    def _file(self, folder: str | os.PathLike[str]) -> Path:
+        return Path(folder) / _NAME.format(self._key)
 
     def _meet(self, trainer: Any) -> None:
         """Put a lens around the Trainer's steps, once."""
@@ -236,89 +169,75 @@ class LensCallback(TrainerCallback):
             )
         if self._trainer() is trainer:
             return
+        if trainer.model is not None:
+            self._require_still(trainer.model)
         self._trainer = weakref.ref(trainer)
         if "train" in self._recent:
             surround(trainer, "training_step", self, self._around_step)
         if "eval" in self._recent:
             surround(trainer, "prediction_step", self, self._around_batch)
+            surround(trainer, "evaluation_loop", self, self._around_evaluation)
 
     def _around_step(
-        self, model: Any, inputs: Any, num_items_in_batch: Any = None
-    ) -> AbstractContextManager[Any]:
+        self,
+        step: Callable[..., Any],
+        model: Any,
+        inputs: Any,
+        num_items_in_batch: Any = None,
+    ) -> Any:
         trainer = self._trainer()
         if trainer.state.global_step % self.every_n_steps:
-            return nullcontext()
+            return step(model, inputs, num_items_in_batch)
         self._steps += 1
-        scale = loss_scale(trainer, num_items_in_batch)
-        recent = self._recent["train"]
-        for total, copy in zip(recent.totals, recent.observers, strict=True):
-            if isinstance(total, HeadImportance) and isinstance(copy, HeadImportance):
-                copy.loss_scale = scale if total.loss_scale is None else total.loss_scale
-        return self._lens("train", trainer.model)
+        with self._look("train", trainer.model, loss_scale(trainer, num_items_in_batch)):
+            return step(model, inputs, num_items_in_batch)
 
-    def _around_batch(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+    def _around_batch(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._batches += 1
         if (self._batches - 1) % self.every_n_steps:
-            return nullcontext()
-        return self._lens("eval", self._trainer().model)
+            return step(*args, **kwargs)
+        with self._look("eval", self._trainer().model):
+            return step(*args, **kwargs)
 
-    def _end_batches(self) -> None:
-        self._batches = 0
-        self._lenses.pop("eval", None)
+    def _around_evaluation(self, loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Add the scalars of an evaluation or a prediction to its metrics."""
+        try:
+            output = loop(*args, **kwargs)
+        finally:
+            self._batches = 0
+            self._lenses.pop("eval", None)
+        prefix = f"{kwargs.get('metric_key_prefix', 'eval')}_"
+        results, scalars = self._close("eval")
+        output.metrics.update({f"{prefix}{name}": value for name, value in scalars.items()})
+        if self._histograms:
+            # As TensorBoard groups the scalars.
+            (group,) = rewrite_logs({prefix: 0})  # type: ignore[no-untyped-call]
+            step = self._trainer().state.global_step
+            show_histograms(self._boards(), results, self._choice, group, step)
+        return output
 
-    def _lens(self, phase: str, model: torch.nn.Module) -> Lens:
-        """The lens of a phase, made anew when the Trainer has a new model."""
-        lens = self._lenses.get(phase)
-        if lens is None or lens.model is not model:
-            lens = self._make_lens(model, *self._recent[phase].observers)
-            self._lenses[phase] = lens
-        return lens
-
-    def _write_histograms(self, results: list[Any], prefix: str, step: int) -> None:
-        """Hand the heads of every layer to each TensorBoard writer among the reporters."""
-        reporters = self._trainer().callback_handler.callbacks
-        writers = [getattr(reporter, "tb_writer", None) for reporter in reporters]
-        for writer in filter(None, writers):
-            for result in results:
-                for name, _, label, heads in layer_values(result, self._choice):
-                    finite = heads[~heads.isnan()]
-                    if len(finite):
-                        writer.add_histogram(f"{prefix}attnlens/{name}/{label}", finite, step)
+    def _checkpoint(self, args: Arguments, state: State) -> Path:
+        """The folder of the checkpoint of this step, in that of its trial if there is one."""
+        trainer = self._trainer()
+        run = trainer._get_output_dir(getattr(trainer, "_trial", None)) if trainer else None
+        return Path(str(run or args.output_dir)) / f"checkpoint-{state.global_step}"
 
     def _resume(self, args: Arguments, state: State) -> None:
         named = args.resume_from_checkpoint
-        folders = [_checkpoint(args, state), *([Path(named)] if isinstance(named, str) else [])]
+        folders = [self._checkpoint(args, state)]
+        folders += [Path(named)] if isinstance(named, str) else []
         for folder in folders:
-            if (folder / NAME).is_file():
+            if list(folder.glob(_NAME.format("*"))):
                 self.load(folder)
                 return
         warnings.warn(
-            f"The training resumes at step {state.global_step}, but there is no {NAME} in "
-            f"{folders[0]}, so the observers begin anew. If it is elsewhere, call "
+            f"The training resumes at step {state.global_step}, but there is no "
+            f"{self._file(folders[0])}, so the observers begin anew. If it is elsewhere, call "
             f"callback.load(folder) before train().",
             AttnLensWarning,
             stacklevel=2,
         )
 
-    def _kinds(self) -> list[str]:
-        """What must agree between a saved state and this callback."""
-        return [f"{phase} {o!r}" for phase, recent in self._recent.items() for o in recent.totals]
 
-
-def _evaluated(logs: dict[str, Any]) -> str | None:
-    """The prefix of an evaluation's log, such as `eval_`; None for a training's."""
-    runtimes = (name for name in logs if name.endswith("_runtime") and name != "train_runtime")
-    return next((name.removesuffix("runtime") for name in runtimes), None)
-
-
-def _checkpoint(args: Arguments, state: State) -> Path:
-    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-
-
-def _distributed() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized()
-
-
-def _first_process() -> bool:
-    return not _distributed() or torch.distributed.get_rank() == 0
+def _is_of_evaluation(logs: dict[str, Any]) -> bool:
+    return any(name.endswith("_runtime") and name != "train_runtime" for name in logs)

@@ -11,6 +11,7 @@ from attnlens.capture import Kind
 from attnlens.lens import Lens
 from attnlens.observer import Observer
 from attnlens.tap.forwards import Mode
+from attnlens.training.alarms import Alarm, AlarmBell
 from attnlens.training.recent import Recent, checked_observers
 from attnlens.training.scalars import Choice, Keep, named_scalars
 
@@ -24,11 +25,17 @@ class Monitor:
         observers: what the whole loop showed; complete once the `with` block has ended.
     """
 
-    def __init__(self, lens: Lens, recent: Recent, choice: Choice) -> None:
+    def __init__(self, lens: Lens, recent: Recent, choice: Choice, bell: AlarmBell) -> None:
         self.observers = recent.totals
         self._lens = lens
         self._recent = recent
         self._choice = choice
+        self._bell = bell
+
+    @property
+    def should_stop(self) -> bool:
+        """Tell whether an alarm asks to end the training."""
+        return self._bell.stops
 
     def __enter__(self) -> Monitor:
         self._lens.__enter__()
@@ -50,7 +57,10 @@ class Monitor:
             Finite numbers by name, such as `attnlens/entropy/layer_03/head_07`; empty if nothing
             was seen since.
         """
-        return named_scalars(self._recent.close(sync=sync), self._choice)
+        results = self._recent.close(sync=sync)
+        return named_scalars(results, self._choice) | self._bell.hear(
+            results, (self._lens.passes, 0.0)
+        )
 
 
 def monitor(
@@ -62,6 +72,7 @@ def monitor(
     quantities: Iterable[str] | None = None,
     layers: Iterable[int | str] | None = None,
     kinds: Iterable[Kind] | Kind | None = None,
+    alarms: Iterable[Alarm] = (),
 ) -> Monitor:
     """Follow the heads of a model through a training loop.
 
@@ -83,6 +94,7 @@ def monitor(
         quantities: fields of the observers' results to return; the usual ones by default.
         layers: layers to look at, see :class:`~attnlens.Lens`.
         kinds: kinds of attention to look at, see :class:`~attnlens.Lens`.
+        alarms: rules on quantities, whose steps are the forward passes that count.
 
     Returns:
         A context manager with `scalars()`.
@@ -96,4 +108,6 @@ def monitor(
     """
     recent = Recent(checked_observers(observers))
     lens = Lens(model, *recent.observers, layers=layers, every=every, kinds=kinds, on=on)
-    return Monitor(lens, recent, Choice(keep, quantities))
+    bell = AlarmBell(tuple(alarms))
+    bell.require_known(recent.totals)
+    return Monitor(lens, recent, Choice(keep, quantities, recent.totals), bell)

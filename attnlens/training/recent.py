@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from torch import Tensor
 
 from attnlens.attention.statistics import HeadStatistics
-from attnlens.errors import InputError
+from attnlens.errors import AttnLensError, AttnLensWarning, InputError
 from attnlens.observer import Observer, State, SumObserver, part_of
 from attnlens.results import LayeredResult
 
@@ -36,8 +37,20 @@ class Recent:
         """Whether nothing was seen in this process since the last look."""
         return not any(observer.sums for observer in self.observers)
 
+    def snapshot(self) -> Callable[[], None]:
+        """Return what takes this back to what was seen up to now."""
+        before = [_copied(observer).sums for observer in self.observers]
+
+        def restore() -> None:
+            for observer, sums in zip(self.observers, before, strict=True):
+                observer.sums = sums
+
+        return restore
+
     def close(self, *, sync: bool = False) -> list[LayeredResult]:
         """Add what was seen lately to the totals and begin anew.
+
+        What cannot be added or has no result is left out with a warning.
 
         Args:
             sync: sum over all processes first; every process must then call this.
@@ -47,12 +60,34 @@ class Recent:
         """
         copies = [_copied(observer) for observer in self.observers]
         self.drop()
+        results = []
         for total, observer in zip(self.totals, copies, strict=True):
             if sync:
                 observer.sync()
-            total.merge(observer)
-        results = [observer.compute() for observer in copies if observer.sums]
+            try:
+                total.merge(observer)
+                result = observer.compute() if observer.sums else None
+            except AttnLensError as error:
+                warnings.warn(
+                    f"{type(total).__name__} has nothing to log of the last steps: {error}",
+                    AttnLensWarning,
+                    stacklevel=2,
+                )
+                continue
+            if isinstance(result, LayeredResult):
+                results.append(result)
+        return results
+
+    def results(self) -> list[LayeredResult]:
+        """Return the results by layer of the totals that saw something."""
+        results = [observer.compute() for observer in self.totals if observer.sums]
         return [result for result in results if isinstance(result, LayeredResult)]
+
+    def forget(self) -> None:
+        """Forget everything, the totals too."""
+        self.drop()
+        for total in self.totals:
+            total.reset()
 
     def drop(self) -> None:
         """Forget what was seen since the last look, such as the steps of an aborted training."""
@@ -108,7 +143,7 @@ def checked_observers(observers: Iterable[Observer]) -> tuple[SumObserver, ...]:
     for observer in tuple(observers) or (HeadStatistics(),):
         # One that saves more than its sums keeps what a copy would share with it.
         own_state = getattr(type(observer), "state_dict", None) is not SumObserver.state_dict
-        if not isinstance(observer, SumObserver) or own_state:
+        if not isinstance(observer, SumObserver) or own_state or observer.unsaved:
             raise InputError(
                 f"Only observers whose state is sums, such as HeadStatistics(), can be followed "
                 f"through a training. Got {observer!r}; use it in a Lens of its own."

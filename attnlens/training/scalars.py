@@ -5,16 +5,48 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_type_hints
 
+import torch
 from torch import Tensor
 
 from attnlens.errors import InputError
+from attnlens.observer import Observer
 from attnlens.results import LayeredResult
 
 Keep = Literal["all", "summary"] | Sequence[tuple[int, int]]
 
 _COUNTS = ("examples", "skipped")
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One quantity of one layer.
+
+    Attributes:
+        name: the quantity, with the label where there are several, as in `effective/noun`.
+        layer: index of the layer.
+        label: the layer in words, with its stack where there are several.
+        values: `[H]`, or a scalar where the quantity is of the layer.
+    """
+
+    name: str
+    layer: int
+    label: str
+    values: Tensor
+
+    def numbers(self) -> Iterator[tuple[int | None, float]]:
+        """Visit every head with its number, or the layer as None."""
+        if not self.values.dim():
+            yield None, self.values.item()
+        else:
+            yield from enumerate(self.values.tolist())
+
+    def tag(self, head: int | None) -> str:
+        """Name the number of a head, or of the layer, as in `entropy/layer_03/head_07`."""
+        place = f"{self.name}/{self.label}"
+        return place if head is None else f"{place}/head_{head:02d}"
 
 
 class Choice:
@@ -23,14 +55,21 @@ class Choice:
     Args:
         keep: `"all"` heads and the layer means, `"summary"` for the means alone, or the means
             and some heads as `(layer, head)`.
-        quantities: names of fields of the observers' results, `[L, H]`; None takes those that say
-            most of each result.
+        quantities: names of fields of the observers' results; None takes those that say most of
+            each result.
+        observers: whose results they are of.
 
     Raises:
-        InputError: if `keep` is none of the forms above.
+        InputError: if `keep` is none of the forms above, a quantity is in no result of the
+            observers, or an observer's result has no scalars.
     """
 
-    def __init__(self, keep: Keep = "summary", quantities: Iterable[str] | None = None) -> None:
+    def __init__(
+        self,
+        keep: Keep = "summary",
+        quantities: Iterable[str] | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
         self.keep: Keep = keep if isinstance(keep, str) else list(keep)
         self.quantities = None if quantities is None else tuple(quantities)
         valid = self.keep in ("all", "summary") or not isinstance(self.keep, str)
@@ -41,31 +80,44 @@ class Choice:
             raise InputError(
                 f'keep must be "all", "summary" or a list of (layer, head). Got {keep!r}.'
             )
+        require_quantities(self.quantities or (), observers)
 
     def names_heads(self, layer: int, head: int) -> bool:
         """Tell whether a head has a scalar of its own."""
         return self.keep == "all" or (self.keep != "summary" and (layer, head) in self.keep)
 
-    def quantities_of(self, result: LayeredResult) -> dict[str, Tensor]:
-        """Return the chosen quantities of a result, `[L, H]` or `[L, 1]` each, by name."""
-        plain = tuple(result.axes) in (("layer", "head"), ("layer",))
-        names = self.quantities or (result.shown if plain else ())
-        tensors = _matrices(result)
-        return {name: tensors[name] for name in names if name in tensors}
+    def rows(self, result: LayeredResult) -> Iterator[Row]:
+        """Visit the chosen quantities of a result, layer by layer."""
+        for name in self.quantities or result.shown:
+            yield from rows_of(result, name)
 
-    def check(self, results: Sequence[LayeredResult]) -> None:
-        """Refuse a wanted quantity that is in no result.
 
-        Args:
-            results: one of each observer.
+def require_quantities(quantities: Iterable[str], observers: Sequence[Observer]) -> None:
+    """Refuse a quantity that no result of some observers has.
 
-        Raises:
-            InputError: naming the quantity and those there are.
-        """
-        names = {name for result in results for name in _matrices(result)}
-        unknown = sorted(set(self.quantities or ()) - names)
-        if results and unknown:
-            raise InputError(f"No quantity {unknown[0]!r}. There are: {', '.join(sorted(names))}.")
+    Args:
+        quantities: names of fields.
+        observers: an annotation of their `compute` says what they return; those without one may
+            return anything.
+
+    Raises:
+        InputError: naming the quantity and those there are, or the observer without scalars.
+    """
+    names: set[str] = set()
+    for observer in observers:
+        result: Any = get_type_hints(type(observer).compute).get("return", Any)
+        if result is Any or not isinstance(result, type):
+            return
+        if not issubclass(result, LayeredResult):
+            raise InputError(
+                f"{type(observer).__name__} computes {result.__name__}, which has no number for "
+                f"each layer that could be logged. Use it in a Lens of its own."
+            )
+        kinds = get_type_hints(result)
+        names |= {field.name for field in fields(result) if kinds[field.name] is Tensor}
+    unknown = sorted(set(quantities) - names)
+    if observers and unknown:
+        raise InputError(f"No quantity {unknown[0]!r}. There are: {', '.join(sorted(names))}.")
 
 
 def named_scalars(results: Sequence[LayeredResult], choice: Choice) -> dict[str, float]:
@@ -76,45 +128,50 @@ def named_scalars(results: Sequence[LayeredResult], choice: Choice) -> dict[str,
         choice: which numbers.
 
     Returns:
-        `attnlens/<quantity>/layer_03/head_07`, `attnlens/<quantity>/layer_03/mean`, and for each
-        kind of result `attnlens/<kind>/examples` and `/skipped`, the largest of any head. The
-        stack comes before the layer where there are several.
+        `attnlens/<quantity>/layer_03/head_07`, `attnlens/<quantity>/layer_03/mean`, which
+        quantities of whole layers have alone, and for each kind of result
+        `attnlens/<kind>/examples` and `/skipped`, the largest of any head. The stack comes before
+        the layer where there are several, the label after the quantity.
     """
-    choice.check(results)
     scalars: dict[str, float] = {}
     for result in results:
         kind = type(result).__name__.removesuffix("Result")
         tensors = result.tensors()
         for name in filter(tensors.__contains__, _COUNTS):
             scalars[f"attnlens/{kind}/{name}"] = tensors[name].nan_to_num().max().item()
-        for name, layer, label, heads in layer_values(result, choice):
-            scalars[f"attnlens/{name}/{label}/mean"] = heads.nanmean().item()
-            for head, value in enumerate(heads.tolist()):
-                if "head" in result.axes and choice.names_heads(layer, head):
-                    scalars[f"attnlens/{name}/{label}/head_{head:02d}"] = value
+        for row in choice.rows(result):
+            scalars[f"attnlens/{row.name}/{row.label}/mean"] = row.values.nanmean().item()
+            for head, value in row.numbers():
+                if head is not None and choice.names_heads(row.layer, head):
+                    scalars[f"attnlens/{row.tag(head)}"] = value
     return {name: value for name, value in scalars.items() if not math.isnan(value)}
 
 
-def layer_values(result: LayeredResult, choice: Choice) -> Iterator[tuple[str, int, str, Tensor]]:
-    """Visit the layers of a result, quantity by quantity.
+def rows_of(result: LayeredResult, name: str) -> Iterator[Row]:
+    """Visit a quantity layer by layer, label by label.
 
     Args:
         result: of an observer.
-        choice: which quantities.
+        name: of the quantity; one that is no part of the result has no rows.
 
     Yields:
-        Quantity, layer, the layer's label, and `[H]`.
+        The rows; none of a quantity with other axes than layer, head and label.
     """
+    tensor = result.tensors().get(name, torch.empty(0))
+    heads = "head" in result.axes
+    ends = result.ends.get(name, result.axes.get("label", ""))
+    names = [name]
+    if name in result.apart or not len(tensor):
+        return
+    if ends and tensor.dim() == 2 + heads:
+        labels = getattr(result, ends)
+        names = [f"{name}/{label}" for label in labels] if len(labels) > 1 else names
+    elif tensor.dim() <= 1 + heads:
+        tensor = tensor[..., None]
+    else:
+        return
     several = len({stack for stack, _ in result.layers}) > 1
-    for name, values in choice.quantities_of(result).items():
-        for (stack, layer), heads in zip(result.layers, values, strict=True):
+    for quantity, values in zip(names, tensor.unbind(-1), strict=True):
+        for (stack, layer), row in zip(result.layers, values, strict=True):
             prefix = f"{re.sub(r'[.]?[*]', '', stack)}/" if several else ""
-            yield name, layer, f"{prefix}layer_{layer:02d}", heads
-
-
-def _matrices(result: LayeredResult) -> dict[str, Tensor]:
-    """Quantities of every head, or of every layer as if it had one."""
-    tensors = {n: t for n, t in result.tensors().items() if n not in result.apart}
-    if tuple(result.axes) == ("layer",):
-        return {name: tensor[:, None] for name, tensor in tensors.items() if tensor.dim() == 1}
-    return {name: tensor for name, tensor in tensors.items() if tensor.dim() == 2}
+            yield Row(quantity, layer, f"{prefix}layer_{layer:02d}", row)

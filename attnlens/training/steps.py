@@ -6,7 +6,6 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -57,18 +56,15 @@ def loss_scale(trainer: Any, items: Any) -> float:
 
 
 def surround(
-    trainer: Any,
-    name: str,
-    callback: TrainerCallback,
-    context: Callable[..., AbstractContextManager[Any]],
+    trainer: Any, name: str, callback: TrainerCallback, around: Callable[..., Any]
 ) -> None:
-    """Run a method of a Trainer inside a context, for as long as a callback belongs to it.
+    """Run something around a method of a Trainer, for as long as a callback belongs to it.
 
     Args:
         trainer: the Trainer.
         name: the method.
         callback: the callback.
-        context: makes the context manager of each call from the call's arguments.
+        around: called instead, with the method and its arguments.
     """
     method = getattr(trainer, name)
     # Weak, so that a Trainer and its model go as soon as nobody else holds them.
@@ -78,8 +74,8 @@ def surround(
     find_trainer: Callable[[], Any] = weakref.ref(trainer)
 
     def surrounded(*args: Any, **kwargs: Any) -> Any:
-        own = any(known is callback for known in find_trainer().callback_handler.callbacks)
-        with context(*args, **kwargs) if own else nullcontext():
-            return find_method()(*args, **kwargs)
+        if any(known is callback for known in find_trainer().callback_handler.callbacks):
+            return around(find_method(), *args, **kwargs)
+        return find_method()(*args, **kwargs)
 
     setattr(trainer, name, surrounded)

@@ -512,3 +512,21 @@ def test_only_chosen_layers() -> None:
     assert [layer for _, layer in importance(model, inputs, HeadImportance(layers=[1])).layers] == [
         1
     ]
+
+
+def test_a_short_last_batch_counts_no_more_under_a_mean_loss() -> None:
+    model = models.build("bert")
+    given = models.inputs("bert")
+    batches = [{name: t[rows] for name, t in given.items()} for rows in ([0, 1], [1])]
+    by_mean, by_sum = HeadImportance(loss_reduction="mean"), HeadImportance()
+    for observer, reduce in ((by_mean, torch.mean), (by_sum, torch.sum)):
+        for batch in batches:
+            with Lens(model, observer):
+                output = model(**batch).last_hidden_state
+                reduce(output.square().mean((1, 2))).backward()
+    exact, result = by_sum.compute().importance, by_mean.compute().importance
+    assert torch.allclose(result, exact, rtol=1e-5)
+    with pytest.raises(InputError, match="different loss_reduction"):
+        by_mean.merge(by_sum)
+    with pytest.raises(InputError, match='"sum" or "mean"'):
+        HeadImportance(loss_reduction="none")  # type: ignore[arg-type]
