@@ -140,8 +140,9 @@ def derivative_errors(layer: Layer, hidden: Tensor, mask: Tensor) -> Tensor:
         mask: True for real tokens, `[B, K]`; the others are left alone.
 
     Returns:
-        Distance of both relative to the length of the finite difference, `[B]`; NaN for examples
-        that are not finite.
+        Distance of both relative to the length of the finite difference, `[B]`: that of the median
+        token, since a router that sends a token to other experts within the step makes it jump.
+        NaN for examples that are not finite.
     """
     hidden = hidden.detach()
     generator = torch.Generator().manual_seed(0)
@@ -153,8 +154,9 @@ def derivative_errors(layer: Layer, hidden: Tensor, mask: Tensor) -> Tensor:
     with _differentiable():
         above, below = (layer(hidden + sign * step * direction) for sign in (1, -1))
     difference = (above.double() - below.double()) / (2 * step)
-    error = (pushed.double() - difference).where(real, 0).flatten(1).norm(dim=1)
-    return error / difference.where(real, 0).flatten(1).norm(dim=1)
+    errors = (pushed.double() - difference).norm(dim=-1) / difference.norm(dim=-1)
+    median: Tensor = errors.where(mask, torch.nan).nanmedian(-1).values
+    return median
 
 
 @contextmanager
