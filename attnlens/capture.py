@@ -191,6 +191,11 @@ class Capture:
         padding: `[B, N]` bool, the `attention_mask` that the encoder was given, True for real
             tokens; None where it was given none. Some models let padding attend to itself.
         backend: which kernels derived quantities are computed with, see :mod:`attnlens.kernels`.
+
+    Examples:
+        >>> capture = record(model, **batch)[0]
+        >>> torch.allclose(capture.attention() @ capture.value, capture.context, atol=1e-5)
+        True
     """
 
     site: str

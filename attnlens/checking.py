@@ -137,6 +137,11 @@ def check(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Verdict:
 
     Returns:
         The verdict. An unsupported model is a verdict too, not an error.
+
+    Examples:
+        >>> verdict = check(model, batch)
+        >>> verdict.supported, len(verdict.sites)
+        (True, 6)
     """
     name = type(model).__name__
     if inputs is None:
@@ -182,7 +187,7 @@ def _projection_outputs(
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if name in outputs:
-                stack.callback(module.register_forward_hook(keeper(name)).remove)
+                stack.callback(keeper(name).attach(module.register_forward_hook))
         _seeded(model, inputs)
     return outputs
 

@@ -46,7 +46,7 @@ def attention_weights(
     Returns:
         `[B, H, Q, K]` in `[0, 1]`; float64 for float64 queries, else float32.
 
-    Example:
+    Examples:
         >>> query = torch.zeros(1, 1, 2, 4)
         >>> attention_weights(query, torch.randn(1, 1, 5, 4))[0, 0, 0]
         tensor([0.2000, 0.2000, 0.2000, 0.2000, 0.2000])

@@ -91,6 +91,14 @@ class LabelAttention(SumObserver):
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, figures 1b, 1c and 5;
         Clark et al., "What Does BERT Look At?", BlackboxNLP 2019, section 3.2.
+
+    Examples:
+        >>> labels = (batch["input_ids"] < 1000).long()
+        >>> observer = LabelAttention(labels, ("word", "special or rare"))
+        >>> with Lens(model, observer), torch.no_grad():
+        ...     output = model(**batch)
+        >>> tuple(observer.compute().effective.shape)  # layers × heads × labels
+        (6, 12, 2)
     """
 
     alike = ("label_names", "rtol")

@@ -58,6 +58,13 @@ class LayerStatistics(SumObserver):
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3, whose
         definition for one head is applied to the heads side by side.
+
+    Examples:
+        >>> observer = LayerStatistics(layers=[0])
+        >>> with Lens(model, observer), torch.no_grad():
+        ...     output = model(**batch)
+        >>> len(observer.compute().layers)
+        1
     """
 
     def update(self, capture: Capture) -> None:

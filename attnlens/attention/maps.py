@@ -52,6 +52,13 @@ class EffectiveAttention(Observer):
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
+
+    Examples:
+        >>> maps = EffectiveAttention(layers=[3], heads=[7])
+        >>> with Lens(model, maps), torch.no_grad():
+        ...     output = model(**batch)
+        >>> tuple(maps.compute()[0].effective.shape)
+        (2, 1, 19, 19)
     """
 
     def __init__(

@@ -260,9 +260,10 @@ def _follow(trail: _Trail, site: nn.Module, stack: ExitStack) -> None:
         if trail.received is None:
             trail.received = args[0]
 
-    stack.callback(site.register_forward_pre_hook(Replacement(enter), with_kwargs=True).remove)
+    register = site.register_forward_pre_hook
+    stack.callback(Replacement(enter).attach(register, with_kwargs=True))
     assert trail.layer.projection is not None
-    stack.callback(trail.layer.projection.register_forward_pre_hook(Hook(arrive)).remove)
+    stack.callback(Hook(arrive).attach(trail.layer.projection.register_forward_pre_hook))
 
 
 def _division(trail: _Trail, site: nn.Module) -> LayerDivision:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from attnlens.capture import Capture, Kind
 from attnlens.errors import UnsupportedAttentionError
 from attnlens.results import LayerKey
+from attnlens.tap.interrupts import attached
 from attnlens.tap.projection import linear_hooks
 from attnlens.tap.selection import Kinds, select
 from attnlens.tap.sites import Catalogue
@@ -90,10 +91,14 @@ def find_heads(trial: Trial, kinds: Kinds = None) -> tuple[LayerHeads, ...]:
     def keep(name: str, module: nn.Module, tensor: Tensor) -> None:
         received.setdefault(name, []).append(tensor)
 
-    with ExitStack() as stack, torch.no_grad():
-        for handle in linear_hooks(trial.model, keep):
-            stack.callback(handle.remove)
-        Tap(select(Catalogue(trial.model), kinds=kinds), captures.append).attach(stack)
+    tap = Tap(select(Catalogue(trial.model), kinds=kinds), captures.append)
+
+    def attach(stack: ExitStack) -> None:
+        for remove in linear_hooks(trial.model, keep):
+            stack.callback(remove)
+        tap.attach(stack)
+
+    with attached(attach), torch.no_grad():
         trial()
     if not captures:
         raise UnsupportedAttentionError(

@@ -28,6 +28,11 @@ class Plan:
     Attributes:
         heads: by stack and layer, the chosen heads in ascending order; layers without are left
             out.
+
+    Examples:
+        >>> with mask_heads(model, {0: [3, 7]}) as plan:
+        ...     len(plan)
+        2
     """
 
     heads: Mapping[LayerKey, tuple[int, ...]]

@@ -17,6 +17,8 @@ from attnlens.errors import InputError
 from attnlens.files import versions, write_atomically
 from attnlens.reporting.content import Content
 
+__all__ = ["Report", "report"]
+
 MOST_BYTES = 10_000_000
 _NOTES_BYTES = 4_000  # what the notes may take, generously
 
@@ -78,6 +80,12 @@ def report(
     Raises:
         InputError: if there is nothing to show, tokens do not fit, or the page cannot be that
             small.
+
+    Examples:
+        >>> with Lens(model, HeadStatistics()) as lens, torch.no_grad():
+        ...     output = model(**batch)
+        >>> page = report(lens)
+        >>> page.save(folder / "report.html")
     """
     template = _template()
     content = Content(

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers.pytorch_utils import Conv1D
 
 from attnlens.capture import OutputProjection
@@ -97,7 +96,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def linear_hooks(
     model: nn.Module, received: Callable[[str, nn.Module, Tensor], None]
-) -> Iterator[RemovableHandle]:
+) -> Iterator[Callable[[], None]]:
     """Report the input of every linear module while the hooks live.
 
     Args:
@@ -105,7 +104,7 @@ def linear_hooks(
         received: called with the module's name, the module and its first argument.
 
     Yields:
-        One handle per module, as soon as it is registered; the caller removes them.
+        What removes each hook, as soon as it is registered.
     """
 
     def report(name: str, module: nn.Module, args: Sequence[Any]) -> None:
@@ -115,4 +114,5 @@ def linear_hooks(
     for name, module in model.named_modules():
         if is_linear(module):
             # First in line: other hooks may replace the input, as those that mask heads do.
-            yield module.register_forward_pre_hook(Hook(partial(report, name)), prepend=True)
+            hook = Hook(partial(report, name))
+            yield hook.attach(module.register_forward_pre_hook, prepend=True)

@@ -66,7 +66,7 @@ class Catalogue:
     def site(self, name: str) -> Site:
         """Describe the module of a name as an attention site; always by the same object."""
         if name not in self._sites:
-            stack = _stack_of(name)
+            stack = stack_of(name)
             peers = self._peers[stack]
             if name not in peers:  # runs its own attention where its peers use the interface
                 peers.append(name)
@@ -93,7 +93,7 @@ class Catalogue:
 
     def has(self, name: str) -> bool:
         """Tell whether an attention module of this name may exist."""
-        return name in self._peers.get(_stack_of(name), ())
+        return name in self._peers.get(stack_of(name), ())
 
     def served_by(self, site: Site) -> Iterable[int]:
         """List the layers that a site may serve: its own, or every layer where it is shared."""
@@ -152,7 +152,7 @@ class Catalogue:
         )
 
     def _mixes_tokens(self, name: str) -> bool:
-        of_list = _looks_mixing(_stack_of(name).removesuffix(".*"))
+        of_list = _looks_mixing(stack_of(name).removesuffix(".*"))
         return of_list or any(True for _ in _mixing_inside(self._modules[name]))
 
 
@@ -207,11 +207,12 @@ def _by_stack(names: Iterable[str]) -> dict[str, list[str]]:
     """Group the names that differ by their indices only."""
     stacks: dict[str, list[str]] = {}
     for name in names:
-        stacks.setdefault(_stack_of(name), []).append(name)
+        stacks.setdefault(stack_of(name), []).append(name)
     return stacks
 
 
-def _stack_of(name: str) -> str:
+def stack_of(name: str) -> str:
+    """Replace the indices in the name of a module by `*`."""
     return _INDEX.sub("*", name)
 
 

@@ -47,8 +47,8 @@ class Waiting:
 
     def attach(self, stack: ExitStack) -> None:
         """Watch the linear modules of the model until the stack closes."""
-        for handle in linear_hooks(self._model, self._received):
-            stack.callback(handle.remove)
+        for remove in linear_hooks(self._model, self._received):
+            stack.callback(remove)
 
     def add(self, capture: Capture, ordinal: int) -> None:
         """Deliver a capture, or let it wait.

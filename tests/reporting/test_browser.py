@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -18,6 +16,7 @@ import attnlens
 from attnlens import EffectiveAttention, HeadStatistics, HiddenTokenAttribution, Lens
 from attnlens.reporting import fitting
 from tests.support import models
+from tests.support.browser import offline_browser
 
 ARTEFACTS = Path(os.environ.get("ATTNLENS_ARTEFACTS", Path(__file__).parents[2] / "build"))
 HOSTILE = [
@@ -35,19 +34,7 @@ HOSTILE = [
 
 @pytest.fixture(scope="module")
 def browser():
-    names = ("chromium", "chromium-browser", "google-chrome")
-    chromium = next(filter(None, map(shutil.which, names)), None)
-    driver = shutil.which("chromedriver")
-    if not (chromium and driver):
-        pytest.fail("needs chromium and chromedriver: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in ("--headless=new", "--no-sandbox", "--window-size=1400,1700"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(driver)
-    with webdriver.Chrome(options=options, service=service) as chrome:
-        chrome.set_network_conditions(offline=True, latency=0, throughput=0)
+    with offline_browser() as chrome:
         yield chrome
 
 

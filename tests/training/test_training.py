@@ -10,6 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import attnlens
 from attnlens import (
@@ -183,6 +184,12 @@ def test_an_unknown_quantity_is_named(tmp_path: Path) -> None:
 
 # What people train with
 
+CHECKPOINTING = next(  # the argument's name after and before transformers 5.20
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in signature(TrainingArguments).parameters
+)
+
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(tmp_path: Path, reentrant: bool) -> None:
@@ -193,8 +200,7 @@ def test_gradient_checkpointing(tmp_path: Path, reentrant: bool) -> None:
             tmp_path,
             callback,
             model=classifier(**NO_DROPOUT),
-            activation_checkpointing=bool(options),
-            activation_checkpointing_kwargs=options,
+            **{CHECKPOINTING: bool(options), f"{CHECKPOINTING}_kwargs": options},
         )
         before = hooks(run.model)
         run.train()
