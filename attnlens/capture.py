@@ -25,6 +25,7 @@ from attnlens.kernels.ranks import require_rtol
 from attnlens.kernels.torch_gram import selected_rows
 from attnlens.results import facts_html
 from attnlens.saving import storable
+from attnlens.showing import Shown
 
 Kind = Literal["encoder", "decoder", "cross"]
 Link = Literal["first", "next", "broken"]
@@ -162,7 +163,7 @@ class HiddenState:
 
 @storable("entry")
 @dataclass(frozen=True, eq=False, repr=False)
-class Capture:
+class Capture(Shown):
     """One attention call of one site, exactly as the model ran it; every tensor is detached.
 
     Attributes:
@@ -185,6 +186,8 @@ class Capture:
         sinks: logits of an extra softmax column, or None.
         output_projection: W_O as found by following the context, or None with `projection_reason`.
         projection_reason: why there is no `projection`; empty when there is one.
+        receiver: name of the module that received the context, which is W_O also where its weight
+            is not known; empty where none was found.
         implementation: the attention implementation that ran, such as `"sdpa"`; `"direct sdpa"` or
             `"softmax"` where the module runs its own.
         observed: `[B, H, Q, K]` A as seen in the model, where it was seen; else None.
@@ -215,6 +218,7 @@ class Capture:
     sinks: Tensor | None = None
     output_projection: OutputProjection | None = None
     projection_reason: str = ""
+    receiver: str = ""
     implementation: str = ""
     observed: Tensor | None = field(default=None, repr=False)
     padding: Tensor | None = field(default=None, repr=False)

@@ -24,6 +24,7 @@ from attnlens.errors import AttnLensError, AttnLensWarning, InputError, Unsuppor
 from attnlens.kernels import Backend, resolve
 from attnlens.observer import GradientObserver, LayerObserver, Observer
 from attnlens.results import facts_html
+from attnlens.showing import Shown
 from attnlens.tap.forwards import Mode
 from attnlens.tap.interrupts import attachment
 from attnlens.tap.selection import Kinds, select
@@ -33,7 +34,7 @@ from attnlens.tap.tap import Tap
 _SWITCH = "Call torch.backends.mha.set_fastpath_enabled(False) first."
 
 
-class Lens:
+class Lens(Shown):
     """Attach observers to a model for the duration of a `with` block.
 
     The model's outputs are bit-identical with and without a lens. Its configuration, masks,

@@ -14,11 +14,13 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import typer
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
+from attnlens.cli.commands import app
 from attnlens.demo import model_folder, paragraphs
-from tests.support.browser import offline_browser
+from tests.support.pages import chrome
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -70,6 +72,12 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, folder):
         ["bash", "-e", "-c", shell], capture_output=True, text=True, timeout=3600, check=False
     )
     assert finished.returncode == 0, finished.stderr
+
+
+def test_every_command_is_shown():
+    shell = "\n".join(text for page in PAGES for language, text in blocks(page) if language == "sh")
+    shown = set(re.findall(r"^attnlens ([a-z]+)", shell, re.MULTILINE))
+    assert shown == {command.name for command in typer.main.get_group(app).commands.values()}
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +147,7 @@ def test_nothing_is_fetched_from_elsewhere(site):
 
 def test_the_search_answers_twelve_questions(site):
     assert len(QUESTIONS) == 12
-    with offline_browser() as browser:
+    with chrome() as browser:
         browser.get((site / "index.html").as_uri())
         query = browser.find_element(By.NAME, "query")
         for question, page in QUESTIONS.items():

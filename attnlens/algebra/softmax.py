@@ -157,16 +157,16 @@ class AttentionRows:
         return not seen and self.softcap is None and self.sinks is None
 
     def attention(self, rows: slice | None = None) -> Tensor:
-        """Return A, before dropout, as the implementation that ran computed it.
+        """Compute A of some query rows, or of all by default, before dropout.
 
         Args:
-            rows: query rows to compute; all by default.
+            rows: which rows.
 
         Returns:
-            `[B, H, Q, K]` in `[0, 1]`, float32 or float64.
+            `[B, H, rows, K]`, in float64 where queries, or the A that was seen, are.
 
         Raises:
-            CaptureError: if the call kept neither A nor the queries and keys.
+            CaptureError: naming the call, if neither A nor queries and keys are there.
         """
         rows = slice(None) if rows is None else rows
         if self.observed is not None:

@@ -11,6 +11,7 @@ from attnlens.kernels.backend import Backend, resolve
 from attnlens.kernels.inputs import broadcastable, check_device, check_tensor, head_mask
 from attnlens.kernels.ranks import rank_threshold
 from attnlens.kernels.returned import EffectiveReduction, GramFactor, GramSVD, RowStatistics
+from attnlens.kernels.torch_rows import Rows
 
 
 @torch.no_grad()
@@ -156,7 +157,7 @@ def row_statistics(
     module = _load("rows", backend, query, width)
     with torch.cuda.device_of(query):
         rows: RowStatistics = module.row_statistics(
-            query, key, basis, mask=mask, bias=bias, causal=causal, scaling=scaling
+            Rows(query, key, basis, mask, bias, causal, scaling)
         )
     return rows
 

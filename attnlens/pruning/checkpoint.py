@@ -17,11 +17,12 @@ import transformers
 from safetensors import torch as tensor_files
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.utils import CONFIG_NAME
 
 from attnlens.errors import InputError
 from attnlens.files import failures, make_folder, read_json
-from attnlens.pruning.division import output_weight
+from attnlens.pruning.division import output_weight, require_plain
 from attnlens.pruning.heads import find_heads
 from attnlens.pruning.plan import Heads, require_same_in_shared_layers, resolve
 from attnlens.pruning.surgery import RECORD, rebuild, records
@@ -177,8 +178,12 @@ def export_masked(
     silenced: dict[int, Tensor] = {}
     for layer in layers:
         if plan.of(layer):
+            assert layer.projection is not None
+            require_plain(layer.projection, layer, offloaded=True)
             weight = output_weight(layer)
             tensor = weight.tensor.detach()
+            if tensor.is_meta:
+                tensor = load_offloaded_parameter(model, f"{layer.name}.weight")
             columns = weight.used_by(plan.of(layer)).to(tensor.device)
             silenced[id(weight.tensor)] = tensor.index_fill(weight.dim, columns, 0)
     state = {

@@ -149,8 +149,8 @@ class _Masker:
 
     def hear(self, capture: Capture) -> None:
         """Keep an attention call until its context arrives at the output projection."""
-        if capture.output_projection is not None:
-            self._heard.setdefault(capture.output_projection.name, []).append(capture)
+        if capture.receiver:
+            self._heard.setdefault(capture.receiver, []).append(capture)
 
     def forget(self) -> None:
         """Let go of every attention call."""
@@ -172,7 +172,7 @@ class _Masker:
             "Gradient checkpointing runs layers again in the backward pass, where this cannot be "
             "told. Switch it off, or use mode='zero' where layers share no weights."
             if replaying()
-            else "Call the whole model, not a part of it."
+            else "Call the whole model, not a part of it, in the thread that masks."
         )
         raise CaptureError(f"{job.layer.name} ran without its attention being heard. {reason}")
 

@@ -214,7 +214,7 @@ def _layer(key: Any, layers: Sequence[LayerHeads]) -> LayerHeads:
     members = {layer.layer: layer for layer in layers if layer.stack == stack}
     number = _integer(index)
     if number is not None and number < 0:
-        number += max(members) + 1
+        number += next(iter(members.values())).depth
     if number not in members:
         raise InputError(f"There is no layer {key!r}: {stack} has layers {sorted(members)}.")
     return members[number]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,8 @@ from torch import nn
 from attnlens.comparison import HeadDrift, compare
 from attnlens.errors import InputError
 from attnlens.recipes.ingredients import Progress, reader, silent
+from attnlens.recipes.page_content import PageContent, lay_out, look_closely
+from attnlens.reporting.page import Report
 from attnlens.results import cell, plain
 from attnlens.texts.batching import TextModel
 
@@ -29,6 +31,7 @@ class TextDrift:
         truncated: number of texts that were cut to the models' limit.
         identical: whether all weights of the models are equal.
         drift: one number per head and quantity.
+        page: the page, if there is to be one.
     """
 
     model_a: str
@@ -37,6 +40,7 @@ class TextDrift:
     truncated: int
     identical: bool
     drift: HeadDrift
+    page: Report | None = None
 
     def words(self, field: DriftField) -> str:
         """Say which head moved most.
@@ -60,8 +64,8 @@ class TextDrift:
         return f"From {self.model_a} to {self.model_b}, {place} moved most: {value}."
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return plain(vars(self))
+        """Return everything but the page, ready for JSON."""
+        return plain({name: part for name, part in vars(self).items() if name != "page"})
 
 
 def compare_on_texts(
@@ -72,6 +76,7 @@ def compare_on_texts(
     layers: Iterable[int | str] | None = None,
     batch_size: int = 8,
     max_length: int | None = None,
+    page: PageContent | None = None,
     progress: Progress = silent,
 ) -> TextDrift:
     """Compare every head of a model with the same head of another, on the same texts.
@@ -83,6 +88,7 @@ def compare_on_texts(
         layers: indices or module names of the layers to look at; None looks at all.
         batch_size: most texts in a batch.
         max_length: most tokens of a text; by default what the first model can read.
+        page: what a page of both models is to hold; None makes none.
         progress: told how far it is.
 
     Returns:
@@ -98,10 +104,23 @@ def compare_on_texts(
             f"{before.name} and {after.name} read the text as different tokens, so their maps "
             f"cannot be compared. Compare a model with one that was trained from it."
         )
+    layers = None if layers is None else tuple(layers)
     batches = before.batches(tokenised, batch_size)
     drift = compare(before.model, after.model, batches, layers=layers)
     identical = _same_weights(before.model, after.model)
-    return TextDrift(before.name, after.name, len(texts), tokenised.truncated, identical, drift)
+    result = TextDrift(before.name, after.name, len(texts), tokenised.truncated, identical, drift)
+    if page is None:
+        return result
+    first, second = (
+        look_closely(model, texts, page, layers, max_length, progress) for model in (before, after)
+    )
+    notes = page.notes(len(texts))
+    if tokenised.truncated:
+        notes.append(f"{tokenised.truncated} of {len(texts)} examples were too long and were cut.")
+    settings = {"batch_size": batch_size, "max_length": max_length, "layers": layers}
+    other_model = after.name, second
+    laid_out = lay_out([drift], first, page, before.name, settings, notes, other_model)
+    return replace(result, page=laid_out)
 
 
 def _same_weights(left: nn.Module, right: nn.Module) -> bool:

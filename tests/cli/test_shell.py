@@ -349,9 +349,14 @@ def test_the_shell_completes_choices() -> None:
     finished = subprocess.run(
         [sys.executable, "-m", "attnlens"], capture_output=True, text=True, timeout=600,
         env={**os.environ, "_ATTNLENS_COMPLETE": "complete_bash", "COMP_CWORD": "4",
-             "COMP_WORDS": "attnlens report bert --field eff"},
+             "COMP_WORDS": "attnlens report bert --field effective_"},
     )  # fmt: skip
-    assert finished.stdout.split() == ["effective_norm", "effective_fraction"]
+    assert finished.stdout.split() == [
+        "effective_norm",
+        "effective_fraction",
+        "effective_sink_mass",
+        "effective_rank",
+    ]
 
 
 def test_advice_speaks_to_the_shell(place: Path, tmp_path: Path) -> None:

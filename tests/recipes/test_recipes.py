@@ -85,7 +85,7 @@ def test_a_page_shows_the_first_examples_and_notes_say_so(tiny: TextModel, tmp_p
     assert report.page is not None and report.notes[-1] == "Maps are of the first 3 of 40 examples."
     report.page.save(tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "Tokens identified" in html and "HiddenTokenAttribution: own" in html
+    assert "Tokens identified" in html and "Hidden token attribution: own" in html
     assert "a.txt" in html and "/home/me" not in html
     few = report_heads(tiny, TEXTS[:2], page=content)
     assert few.notes[0].startswith("Tokens were not identified.") and few.page is not None
