@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,6 +53,8 @@ FieldOption = Annotated[Field, typer.Option("--field", help="Quantity to show.")
 
 def _version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         print(f"attnlens {version('attnlens')}")
         raise typer.Exit
 

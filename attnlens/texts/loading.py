@@ -20,6 +20,7 @@ from attnlens.texts.batching import TextModel
 _NO_LIMIT = 10**9
 _LONGEST_NAME = 200
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_SENSES = {"pixel_values": "pixels", "input_values": "sound", "input_features": "sound"}
 _logging: Any = logging
 
 
@@ -99,14 +100,11 @@ def load_text_model(name: str, load: Callable[[str], Any] = load_model) -> TextM
 def _require_text(model: PreTrainedModel, name: str) -> None:
     """Refuse a model that reads something else, before its tokenizer is missed."""
     reads = model.main_input_name
-    if reads == "pixel_values":
-        raise InputError(
-            f"{name} reads pixels, not text. For images: attnlens report --images FILE."
-        )
-    if reads in ("input_values", "input_features"):
-        raise InputError(f"{name} reads sound, not text. In Python, a Lens looks at any model.")
     if reads != "input_ids":
-        raise InputError(f"{name} reads {reads}, not text. In Python, a Lens looks at any model.")
+        raise InputError(
+            f"{name} reads {_SENSES.get(reads, reads)}, not text. Commands read text; in Python, a "
+            f"Lens looks at any model."
+        )
 
 
 def _load(what: str, name: str, cls: Any, **options: Any) -> Any:

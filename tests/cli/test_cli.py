@@ -246,7 +246,7 @@ FAILURES = {
     "no tokenizer": ("{models}/no_tokenizer --text {text}", "has no tokenizer"),
     "wrong tokenizer": ("{models}/small_vocabulary --text {text}", "only 100 tokens"),
     "no attention": ("{models}/no_attention --text {text}", "no attention matrix"),
-    "no text model": ("{models}/vision --text {text}", "pixel_values, not text"),
+    "no text model": ("{models}/vision --text {text}", "reads pixels, not text"),
     "no file": ("{models}/bert --text /no/such.txt", "No such file"),
     "a folder": ("{models}/bert --text {models}", "Is a directory"),
     "not utf-8": ("{models}/bert --text {latin}", "byte 0xe9 at character 3"),
