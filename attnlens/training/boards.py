@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from attnlens.errors import AttnLensWarning
@@ -59,7 +60,9 @@ class WeightsAndBiases:
         """Show a figure."""
         import wandb
 
-        self.run.log({name: wandb.Image(figure), "train/global_step": step})
+        figure.canvas.draw()
+        pixels = np.asarray(figure.canvas.buffer_rgba())
+        self.run.log({name: wandb.Image(pixels), "train/global_step": step})
 
 
 @dataclass(frozen=True)
@@ -159,9 +162,9 @@ def show_results(
                 for name in choice.quantities or result.shown:
                     for label, figure in _grids(result, name):
                         board.picture(f"attnlens/{label}", figure, step)
-            except ImportError as error:
+            except Exception as error:  # whatever a board says, the training ends well
                 warnings.warn(
-                    f"No tables and pictures of {kind}: {error}. Install "
+                    f"No tables and pictures of {kind}: {error}. They need "
                     f'"attnlens[report]" and pandas.',
                     AttnLensWarning,
                     stacklevel=2,
