@@ -125,7 +125,7 @@ def test_identifiability_prints_rates_and_controls_of_every_layer(tmp_path):
 
 
 def test_the_study_of_levels_leaves_the_logits_where_it_must():
-    lines = run("effective_for_what.py", "--seeds", "1", "--fraction", "0.01").splitlines()
+    lines = run("effective_for_what.py", "--seeds", "1", "--fraction", "0.05").splitlines()
     shares = [re.findall(r"(\d+\.\d) / (\d+\.\d)", line) for line in lines if " texts | " in line]
     assert shares and all(len(row) == 6 for row in shares)
     assert all(float(answer) <= float(head) + 0.1 for row in shares for head, answer in row)
