@@ -266,7 +266,6 @@ def chained_rows(
     Yields:
         Chunks of rows of bounded memory.
     """
-    width = values.shape[-1]
     common = (example, heads, shared)
     for some in _split(plan.short, values, shared):
         yield _short_rows(some, common, support, index, values, rtol)
