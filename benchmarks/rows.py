@@ -169,6 +169,7 @@ class Forward:
             self.inputs["attention_mask"] = (same & same.new_ones(same.shape).tril())[None, None]
 
     def __call__(self) -> None:
+        """Run it."""
         with torch.no_grad():
             self.model(**self.inputs)
 
