@@ -16,6 +16,8 @@ from attnlens.capture import Capture, HiddenState, LayerCapture
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError
 from attnlens.results import LayerKey
 
+__all__ = ["ChainObserver", "GradientObserver", "LayerObserver", "Observer", "SumObserver"]
+
 Self = TypeVar("Self", bound="Observer")
 State = dict[str, Tensor]
 Sums = dict[str, Tensor]
@@ -38,9 +40,27 @@ class Observer(ABC):
     Args:
         layers: layer indices to look at; None looks at all that the lens delivers.
 
+    Raises:
+        InputError: if layers are no indices.
+
     Attributes:
         needs_backward: whether it sees nothing without a backward pass.
         alike: settings that must be equal in observers to be merged.
+
+    Examples:
+        >>> class Count(Observer):
+        ...     calls = 0
+        ...
+        ...     def update(self, capture):
+        ...         self.calls += 1
+        ...
+        ...     def compute(self):
+        ...         return self.calls
+        >>> count = Count()
+        >>> with Lens(model, count), torch.no_grad():
+        ...     output = model(**batch)
+        >>> count.compute()
+        6
     """
 
     needs_backward: ClassVar[bool] = False
@@ -48,7 +68,7 @@ class Observer(ABC):
     layers: frozenset[int] | None = None
 
     def __init__(self, layers: Iterable[int] | None = None) -> None:
-        self.layers = None if layers is None else frozenset(layers)
+        self.layers = None if layers is None else frozenset(checked_indices("layers", layers))
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.alike)
@@ -183,6 +203,22 @@ class LayerObserver(Observer):
 
     It sees every layer of the stacks a lens looks at, also those of which no result is wanted:
     derivatives go through them.
+
+    Examples:
+        >>> class Norms(LayerObserver):
+        ...     def __init__(self):
+        ...         self.norms = []
+        ...
+        ...     def update_layer(self, layer):
+        ...         self.norms.append(layer.output.norm(dim=-1).mean())
+        ...
+        ...     def compute(self):
+        ...         return torch.stack(self.norms)
+        >>> norms = Norms()
+        >>> with Lens(model, norms), torch.no_grad():
+        ...     output = model(**batch)
+        >>> len(norms.compute())
+        6
     """
 
     def wants(self, capture: Capture) -> bool:
@@ -306,6 +342,20 @@ class SumObserver(Observer):
 
     Attributes:
         sums: the sums of each layer by name.
+
+    Examples:
+        >>> class Largest(SumObserver):
+        ...     def update(self, capture):
+        ...         most = capture.attention().amax((0, 2, 3))
+        ...         self.add((capture.stack, capture.layer), {"largest_max": most})
+        ...
+        ...     def compute(self):
+        ...         return self.stacked(lambda sums: {"largest": sums["largest_max"]})[1]["largest"]
+        >>> largest = Largest()
+        >>> with Lens(model, largest), torch.no_grad():
+        ...     output = model(**batch)
+        >>> tuple(largest.compute().shape)
+        (6, 12)
     """
 
     def __init__(self, layers: Iterable[int] | None = None) -> None:
@@ -386,6 +436,8 @@ class SumObserver(Observer):
     def stacked(self, fields: Callable[[Sums], Sums]) -> tuple[tuple[LayerKey, ...], Sums]:
         """Turn the sums of every layer into fields, and stack these over the layers.
 
+        A field `skipped`, the number of examples with NaN or Inf, warns where it is not zero.
+
         Args:
             fields: from the sums of a layer to its fields, `[H, ...]`, where H may differ by
                 layer, or scalars.
@@ -397,10 +449,13 @@ class SumObserver(Observer):
         layers = self.seen()
         rows = [fields(sums) for sums in layers.values()]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
-        return tuple(layers), {
+        stacked = {
             name: pad_sequence(parts, True, torch.nan) if parts[0].dim() else torch.stack(parts)
             for name, parts in columns.items()
         }
+        if "skipped" in stacked:
+            warn_of_skipped(stacked["skipped"], tuple(layers), stacklevel=4)
+        return tuple(layers), stacked
 
     def ordered(self) -> list[LayerKey]:
         """Return the layers in the order of their stacks' first appearance, then by index."""
@@ -413,6 +468,25 @@ class SumObserver(Observer):
             f"{type(self).__name__} has seen no attention call. Run the model inside "
             f"`with Lens(...)`."
         )
+
+
+def checked_indices(name: str, indices: Iterable[int]) -> tuple[int, ...]:
+    """Refuse what is no list of indices, such as a single number.
+
+    Args:
+        name: of the argument.
+        indices: what a user passed.
+
+    Returns:
+        The indices.
+
+    Raises:
+        InputError: if they are none.
+    """
+    given = tuple(indices) if isinstance(indices, Iterable) else ()
+    if not isinstance(indices, Iterable) or not all(type(index) is int for index in given):
+        raise InputError(f"{name} must be a list of indices, such as [0, 3]. Got {indices!r}.")
+    return given
 
 
 def named_sums(sums: Mapping[LayerKey, Sums]) -> State:
@@ -481,7 +555,7 @@ def label_members(labels: Tensor | None, real: Tensor, groups: int) -> Tensor:
     Raises:
         InputError: if labels are no integers, or not as many as there are tokens.
 
-    Example:
+    Examples:
         >>> real = torch.tensor([[True, True, False]])
         >>> label_members(torch.tensor([[1, 0, 1]]), real, 2).int().tolist()
         [[[0, 1], [1, 0], [0, 0]]]
@@ -491,7 +565,10 @@ def label_members(labels: Tensor | None, real: Tensor, groups: int) -> Tensor:
 
 
 def warn_of_skipped(
-    skipped: Tensor, layers: Sequence[LayerKey] = (), what: str = "example"
+    skipped: Tensor,
+    layers: Sequence[LayerKey] = (),
+    what: str = "example",
+    stacklevel: int = 3,
 ) -> None:
     """Warn the caller of `compute` where something was left out, naming the first place.
 
@@ -499,6 +576,7 @@ def warn_of_skipped(
         skipped: how many were, `[L]` or `[L, H]`; NaN counts as none.
         layers: stack and layer of each row; none to leave the place out.
         what: was left out.
+        stacklevel: as for `warnings.warn`, of the caller of `compute`.
     """
     places = (skipped > 0).nonzero().tolist()
     if places:
@@ -510,7 +588,7 @@ def warn_of_skipped(
             f"{count} {what}(s) held NaN or Inf and were left out{place}. Check the "
             f"model's inputs.",
             AttnLensWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 

@@ -11,8 +11,9 @@ import torch
 from scipy.linalg import null_space, svdvals
 from torch import Tensor
 
-from attnlens import HeadStatistics, Lens, Observer, Recording
+from attnlens import HeadStatistics, Lens, Observer
 from attnlens.algebra.effective import effective_attention
+from attnlens.attention import Recording
 from attnlens.capture import Capture
 from benchmarks.models import Inputs, bert, tokens
 from benchmarks.registry import Check, Comparison, Step, case, seconds

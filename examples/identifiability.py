@@ -21,8 +21,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from attnlens import Lens, MapTraining, TokenIdentifiability
+from attnlens import Lens, TokenIdentifiability
 from attnlens.demo import model_folder, paragraphs
+from attnlens.recovery import MapTraining
 from attnlens.reporting.tables import rates_table
 from attnlens.texts.loading import load_text_model
 from attnlens.texts.reading import read_examples

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from attnlens import Capture, InputError, Lens, Observer, scan
+from attnlens import Capture, Lens, Observer, scan
 from attnlens.demo import model_folder, paragraphs
+from attnlens.errors import InputError
 
 
 class Idle(Observer):

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
-from attnlens import prune_heads, pruning_curve
+from attnlens import prune_heads
 from attnlens.demo import model_folder
-from attnlens.pruning import PruningCurve
+from attnlens.pruning import PruningCurve, pruning_curve
 
 ENCODER = model_folder()
 TOKENS = 96  # a passage is cut at so many

@@ -10,10 +10,12 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from attnlens import Capture, CaptureError, HeadStatistics, Lens, Recording, record
+from attnlens import Capture, HeadStatistics, Lens, record
 from attnlens.algebra import supports as support
 from attnlens.algebra.effective import effective_attention
 from attnlens.algebra.problem import problem
+from attnlens.attention import Recording
+from attnlens.errors import CaptureError
 from tests.algebra.test_rowwise import random_mask
 from tests.support import models, reference
 from tests.support.captures import synthetic_capture

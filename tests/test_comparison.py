@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from attnlens import HeadImportance, HeadStatistics, InputError, Lens, compare, record
+from attnlens import HeadImportance, HeadStatistics, Lens, compare, record
 from attnlens.cli.commands import app
 from attnlens.demo import model_folder
+from attnlens.errors import InputError
 from tests.conftest import Encoder
 from tests.support import models, reference
 from tests.support.commands import without_frame

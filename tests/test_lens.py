@@ -12,16 +12,9 @@ import transformers as hf
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from attnlens import (
-    AttnLensWarning,
-    Capture,
-    HeadStatistics,
-    InputError,
-    Lens,
-    Recording,
-    UnsupportedAttentionError,
-    record,
-)
+from attnlens import Capture, HeadStatistics, Lens, record
+from attnlens.attention import Recording
+from attnlens.errors import AttnLensWarning, InputError, UnsupportedAttentionError
 from tests.support import models
 from tests.support.hooks import Siamese, Watcher, hooks, is_clean
 

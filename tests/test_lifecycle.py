@@ -14,15 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnlens import (
-    AttnLensError,
-    Capture,
-    HeadStatistics,
-    InputError,
-    Lens,
-    Recording,
-    UnsupportedAttentionError,
-)
+from attnlens import AttnLensError, Capture, HeadStatistics, Lens
+from attnlens.attention import Recording
+from attnlens.errors import InputError, UnsupportedAttentionError
 from tests.support import models
 from tests.support.hooks import Watcher, hooks, is_clean, patched
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnlens import Capture, HeadStatistics, Lens, Recording
+from attnlens import Capture, HeadStatistics, Lens
+from attnlens.attention import Recording
 from attnlens.attention.statistics import HeadStatisticsResult
 from tests.conftest import Encoder
 from tests.support import reference

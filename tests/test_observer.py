@@ -13,13 +13,13 @@ from attnlens import (
     EffectiveAttention,
     HeadStatistics,
     HiddenTokenAttribution,
-    InputError,
     LabelAttention,
     Lens,
     LensCallback,
     Observer,
     TokenSaliency,
 )
+from attnlens.errors import InputError
 from attnlens.observer import SumObserver
 from tests.support import models
 from tests.support.scanning import scan, texts

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BertConfig, BertModel
 
-from attnlens import InputError
 from attnlens.demo import paragraphs
+from attnlens.errors import InputError
 from examples.paper import __main__ as everything
 from examples.paper import attribution, correlation, published, setting, token_types
 from examples.paper.setting import Sentence, Setting, prepare, read, report

@@ -14,13 +14,13 @@ from attnlens import (
     HeadImportance,
     HeadStatistics,
     HiddenTokenAttribution,
-    InputError,
     Lens,
-    Recording,
     TokenIdentifiability,
     TokenSaliency,
     compare,
 )
+from attnlens.attention import Recording
+from attnlens.errors import InputError
 from attnlens.results import facts_html, heads_html
 from attnlens.saving import load, read_header
 from tests.support import models

@@ -19,10 +19,12 @@ from tests.support.results import one_of_each
 from tests.test_saving import assert_same
 
 KINDS = (
-    "HeadStatisticsResult HeadImportanceResult LabelAttentionResult HiddenTokenAttributionResult "
-    "AttributionMatrices TokenSaliencyResult PassSaliency TokenIdentifiabilityResult HeadDrift "
-    "Identifiability SimplexWitness SoftmaxWitness RealisabilityRank Verdict PruningCurve Plan "
-    "PruningReport AttentionMap"
+    "HeadStatisticsResult HeadHealthResult LayerHealthResult NormStatisticsResult "
+    "ResidualMixingResult HeadImportanceResult LabelAttentionResult "
+    "HiddenTokenAttributionResult AttributionMatrices TokenSaliencyResult PassSaliency "
+    "TokenIdentifiabilityResult HeadDrift Identifiability SimplexWitness SoftmaxWitness "
+    "RealisabilityRank Verdict PruningCurve Plan PruningReport AttentionMap "
+    "MinimalDistributionResult LayerStatisticsResult EffectiveFor"
 ).split()
 ELSEWHERE = {"Capture"}  # tests/test_saving.py
 
@@ -59,7 +61,7 @@ def test_every_public_result_can_be_saved():
     found |= {AttributionMatrices, PassSaliency}  # properties of observers
     assert len(found) > 12
     # a page has a file of its own, a scan a folder
-    others = {attnlens.Report, Scan}
+    others = {attnlens.reporting.page.Report, Scan}
     assert {kind.__name__ for kind in found - others} <= RESULTS.keys() | ENTRIES.keys()
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnlens import EffectiveAttention, HeadStatistics, Lens, Recording
+from attnlens import EffectiveAttention, HeadStatistics, Lens
+from attnlens.attention import Recording
 from tests.support import models
 from tests.support.hooks import hooks, patched
 

@@ -208,9 +208,9 @@ def _changes(support: Support, example: int, index: int, rows: Index) -> _Change
     ):
         count = (end - begin).clip(min=0)
         within = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
-        key = np.repeat(begin, count) + within
-        place = np.repeat(np.arange(1, len(count) + 1), count)
-        parts.append((place, key, np.full_like(key, sign)))
+        keys = np.repeat(begin, count) + within
+        places = np.repeat(np.arange(1, len(count) + 1), count)
+        parts.append((places, keys, np.full_like(keys, sign)))
     whole = _Changes(*(np.concatenate(part) for part in zip(*parts, strict=True)))
     real = _numbers(support.keys[example, index])[whole.key]
     order = np.argsort(whole.place[real], kind="stable")

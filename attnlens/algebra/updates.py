@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -169,11 +170,13 @@ class ChainRows(RowChunk):
 
     def _folded(self, rows: Tensor) -> Tensor:
         """`[h, g, N·s, …]` to `[h, N, g·s, …]`."""
-        return rows.unflatten(2, self.sizes.shape).transpose(1, 2).flatten(2, 3)
+        folded: Tensor = rows.unflatten(2, self.sizes.shape).transpose(1, 2).flatten(2, 3)
+        return folded
 
     def _unfolded(self, rows: Tensor, shared: int) -> Tensor:
         """`[h, N, g·s, …]` to `[h, g, N·s, …]`."""
-        return rows.unflatten(2, (shared, -1)).transpose(1, 2).flatten(2, 3)
+        unfolded: Tensor = rows.unflatten(2, (shared, -1)).transpose(1, 2).flatten(2, 3)
+        return unfolded
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,9 +287,10 @@ def chained_rows(
         yield _chain_rows(chains, common, support, index, values, moments, rtol, dtype)
 
 
-def _split(
-    chains: Sequence[Chain] | Sequence[ShortChain], values: Tensor, shared: int
-) -> Iterator[list]:
+_AnyChain = TypeVar("_AnyChain", Chain, ShortChain)
+
+
+def _split(chains: Sequence[_AnyChain], values: Tensor, shared: int) -> Iterator[list[_AnyChain]]:
     """Cut a list of chains into parts of bounded memory."""
     heads, _, width = values.shape
     rows = max((len(chain.rows) for chain in chains), default=1)

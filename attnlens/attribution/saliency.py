@@ -18,7 +18,7 @@ from attnlens.attribution.token_gradients import (
     token_saliency,
 )
 from attnlens.capture import HiddenState
-from attnlens.observer import Labels, LayerObserver, SumObserver, label_members, warn_of_skipped
+from attnlens.observer import Labels, LayerObserver, SumObserver, label_members
 from attnlens.results import LayeredResult, LayerKey, Result
 from attnlens.saving import storable
 
@@ -133,6 +133,13 @@ class TokenSaliency(LayerObserver, SumObserver):
             None: all share label 0.
         label_names: names of the G labels.
         positions: P, the number of positions from the first that are kept apart.
+
+    Examples:
+        >>> saliency = TokenSaliency()
+        >>> with Lens(model, saliency):
+        ...     model(**batch).last_hidden_state.square().mean().backward()
+        >>> len(saliency.compute().layers)  # what enters the first layer, and what leaves each
+        7
     """
 
     needs_backward = True
@@ -191,7 +198,6 @@ class TokenSaliency(LayerObserver, SumObserver):
     def compute(self) -> TokenSaliencyResult:
         """Average over everything seen; the result is on the CPU."""
         layers, means = self.stacked(saliency_means)
-        warn_of_skipped(means["skipped"], layers)
         return TokenSaliencyResult(layers, self.label_names, **means)
 
     def reset(self) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlens import InputError
 from attnlens.demo import model_folder, paragraphs
+from attnlens.errors import InputError
 from attnlens.reporting import figures
 from attnlens.texts.batching import TextModel, TokenisedTexts
 from attnlens.texts.loading import load_text_model

@@ -15,16 +15,10 @@ from torch import Tensor
 from transformers import BertConfig, BertModel
 
 import attnlens
-from attnlens import (
-    AttnLensWarning,
-    EffectiveAttention,
-    HeadStatistics,
-    LabelAttention,
-    Lens,
-    NonFiniteError,
-)
+from attnlens import EffectiveAttention, HeadStatistics, LabelAttention, Lens
 from attnlens.algebra.effective import effective_attention, value_basis
 from attnlens.capture import Capture, Masking, OutputProjection
+from attnlens.errors import AttnLensWarning, NonFiniteError
 from attnlens.identifiability.dimensions import identifiability
 from tests.support import interpreter, reference
 from tests.support.captures import synthetic_capture

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnlens import InputError, NonFiniteError
 from attnlens.algebra.effective import effective_attention, value_basis
 from attnlens.algebra.factors import ValueBasis
+from attnlens.errors import InputError, NonFiniteError
 from tests.support import reference
 from tests.support.reference import BARS
 

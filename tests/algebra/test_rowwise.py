@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnlens import InputError, NonFiniteError
 from attnlens.algebra import rowwise
 from attnlens.algebra.effective import effective_attention, value_basis
 from attnlens.algebra.rowwise import RowFactor
 from attnlens.algebra.supports import support_of
+from attnlens.errors import InputError, NonFiniteError
 from tests.algebra.test_nullspace import (
     BATCH,
     HEADS,

@@ -16,18 +16,11 @@ import transformers as hf
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnlens import (
-    AttnLensWarning,
-    Capture,
-    CaptureError,
-    HeadImportance,
-    InputError,
-    Lens,
-    Recording,
-    record,
-)
+from attnlens import Capture, HeadImportance, Lens, record
+from attnlens.attention import Recording
 from attnlens.attention.gates import gate_sums, head_importance, unit_layers
 from attnlens.attention.importance import HeadImportanceResult
+from attnlens.errors import AttnLensWarning, CaptureError, InputError
 from attnlens.observer import GradientObserver
 from tests.support import models
 from tests.support.hooks import hooks, is_clean, patched

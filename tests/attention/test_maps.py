@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnlens import (
-    AttnLensError,
-    EffectiveAttention,
-    InputError,
-    Lens,
-    MemoryBoundError,
-    Recording,
-)
+from attnlens import AttnLensError, EffectiveAttention, Lens
+from attnlens.attention import Recording
 from attnlens.attention.maps import AttentionMap
+from attnlens.errors import InputError, MemoryBoundError
 from tests.algebra.test_rowwise import window
 from tests.support import models
 from tests.support.captures import synthetic_capture
@@ -72,7 +67,7 @@ def test_maps_share_no_memory_with_the_model() -> None:
 
 
 def test_bound_is_kept_before_it_is_crossed() -> None:
-    needed = 3 * 26 * 26 * (2 * 4 * 4 + 1)
+    needed = 3 * 26 * (26 * (2 * 4 * 4 + 1) + 4 * 4)
     capture = synthetic_capture(mask=MASKS["padding"])
     exact = EffectiveAttention(max_bytes=needed)
     exact.update(capture)

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnlens import AttnLensError, AttnLensWarning, HeadStatistics, InputError, Lens, Recording
+from attnlens import AttnLensError, HeadStatistics, Lens
+from attnlens.attention import Recording
 from attnlens.attention.statistics import HeadStatisticsResult
+from attnlens.errors import AttnLensWarning, InputError
 from tests.algebra.test_rowwise import CAUSAL, window
 from tests.support import models
 from tests.support.captures import dense_statistics, synthetic_capture

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attnlens import AttnLensWarning, HiddenTokenAttribution, InputError, Lens, TokenSaliency
+from attnlens import HiddenTokenAttribution, Lens, TokenSaliency
 from attnlens.attribution.jacobian import attribution_norms, hidden_token_attribution
 from attnlens.attribution.sketches import contributions
 from attnlens.attribution.tallies import tally_not_main
 from attnlens.attribution.tangents import push_forward
 from attnlens.capture import HiddenState, LayerCapture
+from attnlens.errors import AttnLensWarning, InputError
 from tests.support.chains import build_chain
 from tests.support.models import LAYERS, text_inputs
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from attnlens import AttnLensError, HiddenTokenAttribution, InputError, Lens, TokenSaliency
+from attnlens import AttnLensError, HiddenTokenAttribution, Lens, TokenSaliency
+from attnlens.errors import InputError
 from attnlens.tap.passing import output_tensors
 from attnlens.tap.sites import Catalogue
 from tests.support.chains import build_chain

@@ -16,12 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attnlens
-from attnlens import HiddenTokenAttribution, InputError, Lens
+from attnlens import HiddenTokenAttribution, Lens
 from attnlens.corpus import Corpus, Fields, Record, Rejected
 from attnlens.corpus.chunks import chunks
 from attnlens.corpus.readers import entries_of
 from attnlens.corpus.sums import ExactSums
 from attnlens.corpus.token_labels import TokenLabels
+from attnlens.errors import InputError
 from attnlens.observer import Observer, SumObserver
 from attnlens.texts.loading import text_model
 from tests.conftest import Encoder

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import attnlens
-from attnlens import Capture, Lens, Recording
+from attnlens import Capture, Lens
+from attnlens.attention import Recording
 from attnlens.capture import Masking
 from attnlens.errors import CaptureError, InputError
 from attnlens.identifiability import dimensions as dimensions
@@ -49,7 +50,7 @@ def test_everything_reaches_the_functional_form() -> None:
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
     assert found.rank.tolist() == [[5, 5]] * 3
     assert (found.query_width, found.value_width) == (6, 6)
-    moved = attnlens.simplex_witness(capture)
+    moved = attnlens.identifiability.simplex_witness(capture)
     again = witnesses.simplex_witness(
         capture.attention(), value, mask=mask, projection=projection
     ).attention
@@ -61,8 +62,12 @@ def test_padded_examples_are_judged_by_their_own_length() -> None:
     capture = call(width=9, mask=PADDING[:, None, None])  # D + 1 = 10
     found = attnlens.identify(capture)
     assert found.identifiable_simplex.tolist() == [[False] * 2, [False] * 2, [True] * 2]
-    assert torch.equal(attnlens.simplex_witness(capture).exists, ~found.identifiable_simplex)
-    assert torch.equal(attnlens.softmax_witness(capture).exists, ~found.identifiable_simplex)
+    assert torch.equal(
+        attnlens.identifiability.simplex_witness(capture).exists, ~found.identifiable_simplex
+    )
+    assert torch.equal(
+        attnlens.identifiability.softmax_witness(capture).exists, ~found.identifiable_simplex
+    )
 
 
 def test_padding_that_attends_to_itself_is_padding() -> None:
@@ -74,7 +79,10 @@ def test_padding_that_attends_to_itself_is_padding() -> None:
     assert torch.equal(found.tokens, wanted.tokens)
     assert torch.equal(found.simplex_dimension, wanted.simplex_dimension)
     assert torch.equal(found.softmax_dimension, wanted.softmax_dimension)
-    assert torch.equal(attnlens.softmax_witness(odd).exists, attnlens.softmax_witness(plain).exists)
+    assert torch.equal(
+        attnlens.identifiability.softmax_witness(odd).exists,
+        attnlens.identifiability.softmax_witness(plain).exists,
+    )
 
 
 def test_masks_by_row_have_simplex_witnesses_only() -> None:
@@ -82,10 +90,10 @@ def test_masks_by_row_have_simplex_witnesses_only() -> None:
     found = attnlens.identify(capture)
     assert found.softmax_dimension is None
     assert found.tokens.shape == (3, 2, 14)
-    moved = attnlens.simplex_witness(capture)
+    moved = attnlens.identifiability.simplex_witness(capture)
     assert moved.exists.all() and not moved.attention.triu(1).any()
     with pytest.raises(InputError, match="varies by row"):
-        attnlens.softmax_witness(capture)
+        attnlens.identifiability.softmax_witness(capture)
 
 
 def test_as_many_queries_as_keys_in_cross_attention() -> None:
@@ -93,9 +101,9 @@ def test_as_many_queries_as_keys_in_cross_attention() -> None:
     found = attnlens.identify(capture)
     expected = 14 * (LENGTHS - 5)  # every query counts, also beyond the keys' length
     assert torch.equal(found.simplex_dimension, expected[:, None].expand(3, 2))
-    moved = attnlens.simplex_witness(capture)
+    moved = attnlens.identifiability.simplex_witness(capture)
     assert (moved.total_variation > 0).all()
-    witness = attnlens.softmax_witness(capture)
+    witness = attnlens.identifiability.softmax_witness(capture)
     context = capture.attention() @ capture.value
     again = softmax(capture, witness.query, witness.key) @ capture.value
     assert witness.converged.all()
@@ -110,7 +118,7 @@ def test_a_position_bias_stays_as_it_is() -> None:
     capture = replace(capture, masking=Masking(bias=bias))
     attention = capture.attention()
     torch.testing.assert_close(attention, softmax(capture, capture.query, capture.key))
-    witness = attnlens.softmax_witness(capture)
+    witness = attnlens.identifiability.softmax_witness(capture)
     moved = softmax(capture, witness.query, witness.key)
     assert witness.converged.all()
     torch.testing.assert_close(moved, witness.attention, rtol=1e-9, atol=1e-13)
@@ -118,7 +126,7 @@ def test_a_position_bias_stays_as_it_is() -> None:
     assert ((again - context).norm(dim=(-2, -1)) / context.norm(dim=(-2, -1)) < 1e-10).all()
     change = (moved - attention).norm(dim=(-2, -1)) / attention.norm(dim=(-2, -1))
     assert (change > 0.09).all()
-    rank = attnlens.realisability_rank(capture)
+    rank = attnlens.identifiability.realisability_rank(capture)
     assert (rank.attention_rank == 5).all() and (rank.rank > 5).all()
     bare = witnesses.realisability_rank(attention, capture.value, query_width=5)
     assert (bare.attention_rank > 5).all()
@@ -128,7 +136,7 @@ def test_small_probabilities_keep_their_rank_in_single_precision() -> None:
     capture = call(width=4, dtype=torch.float32)
     sharp = replace(capture, query=capture.query * 40)
     assert (sharp.attention() == 0).any()
-    assert (attnlens.realisability_rank(sharp).attention_rank == 4).all()
+    assert (attnlens.identifiability.realisability_rank(sharp).attention_rank == 4).all()
 
 
 def test_calls_of_which_only_the_attention_was_seen() -> None:
@@ -138,8 +146,11 @@ def test_calls_of_which_only_the_attention_was_seen() -> None:
     assert torch.equal(found.simplex_dimension, wanted.simplex_dimension)
     assert found.softmax_dimension is None and found.query_width is None
     assert "no plain products" in found.verdict(0, 0)
-    assert attnlens.simplex_witness(seen).exists.all()
-    for function in (attnlens.softmax_witness, attnlens.realisability_rank):
+    assert attnlens.identifiability.simplex_witness(seen).exists.all()
+    for function in (
+        attnlens.identifiability.softmax_witness,
+        attnlens.identifiability.realisability_rank,
+    ):
         with pytest.raises(CaptureError, match=r"layer\.0\.attention .* only A was seen"):
             function(seen)
 
@@ -148,13 +159,13 @@ def test_capped_logits_and_sinks_are_refused_in_words() -> None:
     capped = replace(call(), softcap=20.0)
     assert attnlens.identify(capped).softmax_dimension is None
     with pytest.raises(CaptureError, match="capped at 20"):
-        attnlens.softmax_witness(capped)
+        attnlens.identifiability.softmax_witness(capped)
     sunk = replace(call(), sinks=torch.zeros(2))
     for function in (
         attnlens.identify,
-        attnlens.simplex_witness,
-        attnlens.softmax_witness,
-        attnlens.realisability_rank,
+        attnlens.identifiability.simplex_witness,
+        attnlens.identifiability.softmax_witness,
+        attnlens.identifiability.realisability_rank,
     ):
         with pytest.raises(CaptureError, match="attention sinks"):
             function(sunk)
@@ -167,12 +178,14 @@ def test_calls_of_real_architectures(family: str) -> None:
         model(**CHAINS[family].inputs())
     capture = recording.captures[0]
     found = attnlens.identify(capture)
-    assert torch.equal(attnlens.simplex_witness(capture).exists, ~found.identifiable_simplex)
+    assert torch.equal(
+        attnlens.identifiability.simplex_witness(capture).exists, ~found.identifiable_simplex
+    )
     if capture.query is None:
         with pytest.raises(CaptureError):
-            attnlens.softmax_witness(capture)
+            attnlens.identifiability.softmax_witness(capture)
     else:
-        witness = attnlens.softmax_witness(capture)
+        witness = attnlens.identifiability.softmax_witness(capture)
         assert torch.equal(witness.exists, found.softmax_dimension > 0)
 
 
@@ -185,6 +198,8 @@ def test_a_trained_encoder_just_below_and_above_the_threshold(minilm: Encoder) -
         (capture,) = recording.captures
         found = attnlens.identify(capture)
         assert (found.identifiable_simplex != exists).all()
-        moved = attnlens.simplex_witness(capture)
+        moved = attnlens.identifiability.simplex_witness(capture)
         assert (moved.exists == exists).all() and (moved.residual < 1e-12).all()
-        assert (attnlens.softmax_witness(capture, max_iterations=0).exists == exists).all()
+        assert (
+            attnlens.identifiability.softmax_witness(capture, max_iterations=0).exists == exists
+        ).all()

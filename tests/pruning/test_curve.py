@@ -11,7 +11,9 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from attnlens import HeadStatistics, InputError, Lens, NonFiniteError, prune_heads, pruning_curve
+from attnlens import HeadStatistics, Lens, prune_heads
+from attnlens.errors import InputError, NonFiniteError
+from attnlens.pruning import pruning_curve
 from attnlens.pruning.curve import PruningCurve
 from attnlens.pruning.scores import SCORES, STATISTICS, head_scores
 from tests.support import heads, models

@@ -11,15 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import attnlens
-from attnlens import (
-    HeadStatistics,
-    HiddenTokenAttribution,
-    InputError,
-    Lens,
-    mask_heads,
-    prune_heads,
-)
-from attnlens.errors import CaptureError, UnsupportedAttentionError
+from attnlens import HeadStatistics, HiddenTokenAttribution, Lens, mask_heads, prune_heads
+from attnlens.errors import CaptureError, InputError, UnsupportedAttentionError
 from attnlens.pruning.division import output_weight
 from attnlens.pruning.mask import masking
 from attnlens.pruning.plan import resolve
@@ -69,7 +62,7 @@ def test_replacements_match_loops(name: str, mode: Any) -> None:
     model, given = heads.build(name), heads.inputs(name)
     captures = attnlens.record(model, **given)
     if name == "gpt2":
-        recording = attnlens.Recording()
+        recording = attnlens.attention.Recording()
         with Lens(model, recording, kinds="decoder"), torch.no_grad():
             model(**given)
         captures = recording.compute()

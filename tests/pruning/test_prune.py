@@ -11,8 +11,8 @@ from hypothesis import given as examples
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from attnlens import HeadStatistics, InputError, Lens, mask_heads, prune_heads
-from attnlens.errors import UnsupportedAttentionError
+from attnlens import HeadStatistics, Lens, mask_heads, prune_heads
+from attnlens.errors import InputError, UnsupportedAttentionError
 from attnlens.pruning.division import find_divisions, head_layout
 from attnlens.tap.trial import Trial
 from tests.support import heads

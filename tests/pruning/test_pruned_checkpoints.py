@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnlens import InputError, load_pruned, mask_heads, prune_heads, save_pruned
-from attnlens.pruning import Plan, export_masked
+from attnlens import mask_heads, prune_heads
+from attnlens.errors import InputError
+from attnlens.pruning import Plan, export_masked, load_pruned, save_pruned
 from tests.support import heads, models
 from tests.support.hooks import is_clean
 

@@ -9,13 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnlens import (
-    AttnLensError,
-    AttnLensWarning,
-    InputError,
-    NonFiniteError,
-    TokenIdentifiability,
-)
+from attnlens import AttnLensError, TokenIdentifiability
+from attnlens.errors import AttnLensWarning, InputError, NonFiniteError
 from attnlens.recovery.map_training import MapTraining, train_maps
 from attnlens.recovery.ridge_maps import best_ridge_maps, normal_equations
 from attnlens.recovery.token_maps import identified, recovery_rate

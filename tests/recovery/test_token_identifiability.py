@@ -13,17 +13,10 @@ import torch
 from scipy.spatial.distance import cdist
 from torch import Tensor
 
-from attnlens import (
-    AttnLensError,
-    AttnLensWarning,
-    InputError,
-    Lens,
-    MapTraining,
-    TokenIdentifiability,
-    UnsupportedAttentionError,
-)
+from attnlens import AttnLensError, Lens, TokenIdentifiability
 from attnlens.capture import LayerCapture
-from attnlens.recovery import token_store
+from attnlens.errors import AttnLensWarning, InputError, UnsupportedAttentionError
+from attnlens.recovery import MapTraining, token_store
 from attnlens.recovery.packed_tokens import (
     TEST,
     TRAIN,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import attnlens
-from attnlens import HiddenTokenAttribution, InputError, Lens
+from attnlens import HiddenTokenAttribution, Lens
+from attnlens.errors import InputError
 from attnlens.reporting import figures
 from tests.support import heads, models
 
@@ -131,7 +132,9 @@ def test_results_of_the_package_can_be_drawn():
     np.testing.assert_array_equal(points[:, 0], drift.before.entropy.flatten())
     np.testing.assert_array_equal(points[:, 0], points[:, 1])
     order = torch.arange(8.0).reshape(2, 4)
-    curve = attnlens.pruning_curve(heads.build("bert"), lambda model: 0.5, {"size": order}, 2)
+    curve = attnlens.pruning.pruning_curve(
+        heads.build("bert"), lambda model: 0.5, {"size": order}, 2
+    )
     scores = {"size": [[point.value for point in line] for line in curve.curves("size")]}
     axes = rendered(figures.pruning_curves(curve.fractions, scores))
     np.testing.assert_allclose(lines(axes)["size"], [0.5] * 3)

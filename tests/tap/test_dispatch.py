@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attnlens import HeadStatistics, Lens, Recording
+from attnlens import HeadStatistics, Lens
+from attnlens.attention import Recording
 from tests.support.hooks import is_clean
 from tests.support.tiny import HEADS, HIDDEN, WIDTH, TinyAttention, hidden_states
 

@@ -11,8 +11,10 @@ import transformers as hf
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from attnlens import Lens, Recording, UnsupportedAttentionError
+from attnlens import Lens
+from attnlens.attention import Recording
 from attnlens.capture import LayerCapture
+from attnlens.errors import UnsupportedAttentionError
 from attnlens.observer import LayerObserver
 from attnlens.tap.hooks import is_suspended, suspended
 from attnlens.tap.sites import Catalogue

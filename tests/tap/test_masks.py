@@ -11,7 +11,8 @@ import transformers as hf
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnlens import Capture, Lens, Recording
+from attnlens import Capture, Lens
+from attnlens.attention import Recording
 from attnlens.tap.masks import normalise_mask
 from tests.support import models
 from tests.support.tiny import HEADS, TinyAttention, hidden_states

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnlens import HeadStatistics, Lens, Recording
+from attnlens import HeadStatistics, Lens
+from attnlens.attention import Recording
 from attnlens.attention.statistics import HeadStatisticsResult
 from attnlens.texts.batching import TokenisedTexts
 from tests.support import models
