@@ -139,8 +139,8 @@ def _simplex_ranks(problem: Problem) -> Tensor:
         rank = repeated(factor.simplex_rank, problem.heads)[..., None]
         return torch.where(problem.active, rank, 0)
     ranks = torch.zeros_like(problem.sizes)
-    for chunk in factor.groups():
-        chunk.scatter(ranks, chunk.per_row(chunk.simplex_rank))
+    for chunk in factor.chunks():
+        chunk.scatter(ranks, chunk.row_simplex_rank[:, None])
     return ranks
 
 

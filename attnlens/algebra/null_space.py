@@ -188,17 +188,16 @@ def _separate_rows(problem: Problem, factor: RowFactor, outputs: Outputs, total:
     sizes = problem.sizes
     rank, simplex_rank = torch.zeros_like(sizes), torch.zeros_like(sizes)
     outside, along, apart = (torch.zeros_like(total) for _ in range(3))
-    for chunk in factor.groups():
-        values, mass = chunk.per_row(chunk.total), chunk.take(total)[..., None]
-        mean = chunk.per_row(chunk.total / chunk.sizes.double()[:, None])
+    for chunk in factor.chunks():
+        mean = chunk.row_total / chunk.row_sizes.double()[:, None]
         shift = chunk.of_heads(outputs.shift)[:, :, None]
-        rest = problem.outputs_of(chunk, outputs, total) - mass * (mean - shift)
-        solution = chunk.refined(rest)
-        chunk.scatter(rank, chunk.per_row(chunk.whitening.rank))
-        chunk.scatter(simplex_rank, chunk.per_row(chunk.simplex_rank))
-        chunk.scatter(outside, chunk.per_row(chunk.outside))
-        chunk.scatter(along, torch.linalg.vecdot(values, solution))
-        chunk.scatter(apart, torch.linalg.vecdot(rest, solution))
+        mass = chunk.take(total)[..., None]
+        rest = problem.outputs_of(chunk, outputs, total) - mass * (mean[:, None] - shift)
+        chunk.scatter(rank, chunk.row_rank[:, None])
+        chunk.scatter(simplex_rank, chunk.row_simplex_rank[:, None])
+        chunk.scatter(outside, chunk.row_outside[:, None])
+        for target, part in zip((along, apart), chunk.forms(rest), strict=True):
+            chunk.scatter(target, part)
     forms = row_forms(sizes, outside, along, apart, total, total)
     forms = RowForms(*(torch.where(problem.active, part, 0.0) for part in forms))
     square = output_squares(outputs, problem.active, total, problem.root)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from attnlens.algebra.closed_forms import Outputs
 from attnlens.algebra.factors import SharedFactor, ValueBasis, condition, shared_factor
-from attnlens.algebra.rowwise import RowFactor, RowGroups
+from attnlens.algebra.rowchunks import RowChunk
+from attnlens.algebra.rowwise import RowFactor
 from attnlens.algebra.softmax import AttentionRows, RowSums
 from attnlens.algebra.supports import Support, support_of
 from attnlens.algebra.values import (
@@ -382,7 +383,7 @@ class Problem:
             whole[example, head] = new[:, 0]
         return again, replaced
 
-    def outputs_of(self, chunk: RowGroups, outputs: Outputs, mass: Tensor) -> Tensor:
+    def outputs_of(self, chunk: RowChunk, outputs: Outputs, mass: Tensor) -> Tensor:
         """Pick the outputs of a chunk of rows, computed again where values are ill-conditioned.
 
         Args:
@@ -396,18 +397,17 @@ class Problem:
         shift = chunk.of_heads(outputs.shift)[:, :, None]
         left = torch.where(outputs.shifted[..., None], 0.0, mass)
         picked = chunk.take(outputs.context).double() - chunk.take(left)[..., None] * shift
-        whitening = chunk.whitening
-        doubtful = ill_conditioned(whitening.bound, self.values.shape[-1])
-        doubtful &= whitening.rank < chunk.sizes
-        doubtful = doubtful[:, chunk.group]  # [h, r]
+        doubtful = ill_conditioned(chunk.row_bound, self.values.shape[-1])
+        doubtful &= chunk.row_rank < chunk.row_sizes  # [h, r]
         if not self.can_refine or not bool(doubtful.any()):
             return picked
         some = doubtful.any(0).nonzero()[:, 0]
+        span, values = chunk.near(some)
         heads = torch.arange(self.heads, device=some.device)
         heads = heads.unflatten(0, (-1, chunk.shared))[chunk.heads].flatten()
         example = torch.full_like(heads, chunk.example)
-        rows = self.rows.taken(example, heads, chunk.rows[some], chunk.span)
-        values = (chunk.values[:, None] - shift).flatten(0, 1)[:, None]
+        rows = self.rows.taken(example, heads, chunk.rows[some], span)
+        values = (values[:, None] - shift).flatten(0, 1)[:, None]
         context = rows.context(values)[:, 0].unflatten(0, (-1, chunk.shared))  # [h, g, s, D]
         picked[:, :, some] = torch.where(doubtful[:, None, some, None], context, picked[:, :, some])
         return picked

@@ -16,8 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnlens.algebra.chains import plan_rows
 from attnlens.algebra.factors import NEARLY_INSIDE, simplex_ranks
+from attnlens.algebra.rowchunks import RowChunk
 from attnlens.algebra.supports import Support
+from attnlens.algebra.updates import chained_rows
 from attnlens.kernels.ranks import rank_threshold
 from attnlens.kernels.torch_gram import Whitening, whiten, whiten_short, whiten_spectral
 
@@ -42,36 +45,56 @@ class Centred(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class RowGroups:
-    """A chunk of groups of query rows, for one example and one set of heads that share masks.
-
-    The h value heads of a chunk serve g query heads each.
+class RowGroups(RowChunk):
+    """Groups of query rows with equal support, each with a factor of its own.
 
     Attributes:
-        example: batch index.
-        heads: slice of value heads.
-        shared: g, query heads that share a value head.
-        rows: `[r]` int64, the query rows of all groups of the chunk.
         group: `[r]` int64, the group of each row.
-        span: the k keys that the chunk is about; no row of it may attend to others.
         keys: `[n, k]` bool, the support of each of the n groups.
-        values: `[h, k, D]` float64.
         gram: `[h, n, D, D]` float64, the Gram matrix of each group.
         threshold: `[n]` float64.
         whitening: factors `[h, n, D, D]`, ranks and bounds `[h, n]`.
     """
 
-    example: int
-    heads: slice
-    shared: int
-    rows: Tensor
     group: Tensor
-    span: slice
     keys: Tensor
-    values: Tensor
     gram: Tensor
     threshold: Tensor
     whitening: Whitening
+
+    @property
+    def row_sizes(self) -> Tensor:
+        """Number of keys of each row, `[r]` int64."""
+        return self.sizes[self.group]
+
+    @property
+    def row_rank(self) -> Tensor:
+        """Numerical rank of T in the keys of each row, `[h, r]` int64."""
+        return self.whitening.rank[:, self.group]
+
+    @property
+    def row_simplex_rank(self) -> Tensor:
+        """The same of `[T, 1]`."""
+        return self.simplex_rank[:, self.group]
+
+    @property
+    def row_bound(self) -> Tensor:
+        """At least the squared condition number, or Inf where the rank is not proven, `[h, r]`."""
+        return self.whitening.bound[:, self.group]
+
+    @property
+    def row_total(self) -> Tensor:
+        """Sum of the values of each row, `[h, r, D]`."""
+        return self.total[:, self.group]
+
+    @property
+    def row_outside(self) -> Tensor:
+        """Squared sine of the angle of 1 to the column space of each row, `[h, r]`."""
+        return self.outside[:, self.group]
+
+    def seen(self) -> Tensor:
+        """Which keys of the span each row sees, `[r, k]` bool."""
+        return self.keys[self.group]
 
     @cached_property
     def sizes(self) -> Tensor:
@@ -137,39 +160,26 @@ class RowGroups:
         along = (about[:, None] - mean[..., None, :]) @ factor
         return torch.cat([constant, along], -1) * self.keys[..., None]
 
-    def scatter(self, target: Tensor, source: Tensor) -> None:
-        """Write per-row results into a tensor over all rows.
-
-        Args:
-            target: `[B, H, Q, ...]`, changed in place; H counts query heads.
-            source: `[h, g or 1, r, ...]`.
-        """
-        self.of_heads(target)[:, :, self.rows] = source.to(target.dtype)
-
-    def take(self, source: Tensor) -> Tensor:
-        """Pick this chunk's rows, `[B, H, Q, ...]` to `[h, g, r, ...]`."""
-        return self.of_heads(source)[:, :, self.rows]
-
-    def of_heads(self, source: Tensor) -> Tensor:
-        """Pick this chunk's heads, `[B, H, ...]` to `[h, g, ...]`."""
-        heads: Tensor = source.unflatten(1, (-1, self.shared))[self.example, self.heads]
-        return heads
-
     def per_row(self, grouped: Tensor) -> Tensor:
         """Repeat a per-group quantity for its rows, `[h, n, ...]` to `[h, 1, r, ...]`."""
         return grouped[:, None, self.group]
 
     def solve(self, rows: Tensor) -> Tensor:
-        """Solve `G x = o` for every row, so that `a⊥_i = x_i V_Sᵀ`.
-
-        Args:
-            rows: `[h, g, r, D]` float64 outputs `o_i = a_i V`.
-
-        Returns:
-            `x`, `[h, g, r, D]`.
-        """
+        """Solve `G x = o` for every row, see the base class."""
         factor = self.whitening.factor
         return self._apply(self._apply(rows, factor), factor.mT)
+
+    def forms(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum effective rows and their squares, see the base class."""
+        solution = self.refined(rows)
+        along = torch.linalg.vecdot(self.per_row(self.total), solution)
+        return along, torch.linalg.vecdot(rows, solution)
+
+    def label_sums(self, rows: Tensor, members: Tensor) -> Tensor:
+        """Sum effective rows over the keys of each label, see the base class."""
+        weights = self.keys[..., None] * members  # [n, k, G]
+        columns = self.values.mT[:, None] @ weights
+        return self._apply(self.refined(rows), columns)
 
     def refined(self, rows: Tensor) -> Tensor:
         """Solve as :meth:`solve` does, once more where the rank of a group was not proven.
@@ -232,9 +242,10 @@ class RowFactor:
     def rank(self) -> Tensor:
         """Numerical rank of T, or of `[T, 1]`, in the keys of each row, `[B, H, Q]` int64."""
         rank = torch.zeros_like(self.tokens)
-        for chunk in self.groups():
-            found = chunk.simplex_rank if self.simplex else chunk.whitening.rank
-            chunk.scatter(rank, chunk.per_row(found))
+        for chunk in self.chunks():
+            chunk.scatter(
+                rank, (chunk.row_simplex_rank if self.simplex else chunk.row_rank)[:, None]
+            )
         return rank
 
     @property
@@ -252,107 +263,123 @@ class RowFactor:
             `A⊥`, `[B, H, Q, K]`, exactly zero outside each row's support.
         """
         result = torch.zeros(attention.shape, dtype=self.dtype, device=attention.device)
-        for chunk in self.groups():
-            seen = chunk.keys[chunk.group]
+        for chunk in (part for whole in self.chunks() for part in whole.pieces(_CHUNK_BYTES // 8)):
+            seen = chunk.seen()
             rows = chunk.take(attention[..., chunk.span]).double() * seen
-            if self.simplex:
-                projected, rank = self._project_simplex(chunk, rows, seen)
+            rank = chunk.row_simplex_rank if self.simplex else chunk.row_rank
+            free = rank == chunk.row_sizes
+            projected = rows
+            if bool(free.all()):
+                pass
+            elif not self.simplex:
+                projected = _project(chunk, rows, seen)
+            elif isinstance(chunk, RowGroups):
+                projected = _project_simplex(chunk, rows, seen)
             else:
-                projected, rank = self._project(chunk, rows, seen), chunk.whitening.rank
-            free = chunk.per_row(rank == chunk.sizes)
-            kept = torch.where(free[..., None], rows, projected)
+                projected = _with_constant(chunk, rows, seen)
+            kept = torch.where(free[:, None, :, None], rows, projected)
             chunk.scatter(result[..., chunk.span], kept)
         return result
 
+    def chunks(self) -> Iterator[RowChunk]:
+        """Visit all rows that see a key, those together that share factors.
+
+        Yields:
+            Chunks of bounded memory. Of a row that occurs in several, the last one holds.
+        """
+        yield from self._chunks if self._chunks is not None else self._visited()
+
     def groups(self) -> Iterator[RowGroups]:
-        """Visit the groups of rows with equal support, in chunks of bounded memory.
+        """Visit the groups of rows with equal support, each factored on its own.
 
         Yields:
             Chunks that together cover every row with a non-empty support exactly once.
         """
-        if self._chunks is not None:
-            yield from self._chunks
-        else:
-            yield from self._visited()
+        for example, index, heads, values in self._masks():
+            yield from self._groups(example, index, heads, values)
 
     @cached_property
-    def _chunks(self) -> list[RowGroups] | None:
+    def _chunks(self) -> list[RowChunk] | None:
         """All chunks, kept for the next who asks, where they are small."""
         batch, heads, _, width = self.values.shape
         rows = batch * heads * self.support.queries
         return list(self._visited()) if 16 * rows * width**2 <= _KEPT_BYTES else None
 
-    def _visited(self) -> Iterator[RowGroups]:
+    def _masks(self) -> Iterator[tuple[int, int, slice, Tensor]]:
+        """Yield every example and mask, the value heads that it concerns, and their values."""
         batch, heads = self.values.shape[:2]
         masks = self.support.keys.shape[1]
         for example in range(batch):
             for index in range(masks):
-                chosen = slice(index, index + 1) if masks > 1 else slice(0, heads)
-                values = self.values[example, chosen]
-                for rows, group, span, keys in self._chunked(example, index, values):
-                    seen = values[:, span]
-                    gram = _grams(seen, keys)
-                    threshold = rank_threshold(keys.sum(-1), seen.shape[-1], self.rtol)
-                    yield RowGroups(
-                        example,
-                        chosen,
-                        self.heads // heads,
-                        rows,
-                        group,
-                        span,
-                        keys,
-                        seen,
-                        gram,
-                        threshold,
-                        _whitened(seen, keys, gram, threshold),
-                    )
+                some = slice(index, index + 1) if masks > 1 else slice(0, heads)
+                yield example, index, some, self.values[example, some]
 
-    @staticmethod
-    def _project(chunk: RowGroups, rows: Tensor, seen: Tensor) -> Tensor:
-        """`x V_Sᵀ` by normal equations, refined against `A⊥ V = A V`."""
-        values = chunk.values[:, None]
-        context = rows @ values
-        solution = torch.zeros_like(context)
-        projected = torch.zeros_like(rows)
-        for _ in range(1 + _REFINEMENTS):
-            solution = solution + chunk.solve(context - projected @ values)
-            projected = (solution @ values.mT) * seen
-        return projected
+    def _visited(self) -> Iterator[RowChunk]:
+        shared = self.heads // self.values.shape[1]
+        for example, index, heads, values in self._masks():
+            plan = plan_rows(self.support, example, index, values.shape[-1])
+            left = self.support.active[example, index] & (self.support.sizes[example, index] > 0)
+            left = left.repeat(len(values), 1)  # rows without a factor, [h, Q]
+            for chunk in chained_rows(
+                plan, self.support, example, index, heads, shared, values, self.rtol, self.dtype
+            ):
+                left[:, chunk.rows] = ~chunk.certain.flatten(1)
+                yield chunk
+            # heads that fail in many rows must not make the others repeat theirs
+            count = left.sum(-1)
+            many = count > len(plan.separate) + left.shape[-1] // 8
+            for some in (~many, many):
+                which = some.nonzero()[:, 0]
+                rows = left[which].any(0).nonzero()[:, 0]
+                if len(which) and len(rows):
+                    own = heads if len(which) == len(values) else which + heads.start
+                    yield from self._groups(example, index, own, values[which], rows)
 
-    @staticmethod
-    def _project_simplex(chunk: RowGroups, rows: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """The same within `[T, 1]`: the mean of a row, and what lies along the centred values."""
-        about, mean, factor = chunk.centred
-        centred = replace(chunk, whitening=chunk.whitening._replace(factor=factor))
-        values, middle = about[:, None], chunk.per_row(mean)
-        projected = (rows.sum(-1) / chunk.sizes[chunk.group])[..., None] * seen
-        solution = torch.zeros(*rows.shape[:3], about.shape[-1], dtype=rows.dtype)
-        solution = solution.to(rows.device)
-        constant = projected
-        for _ in range(1 + _REFINEMENTS):
-            rest = rows - projected
-            left = rest @ values - rest.sum(-1, keepdim=True) * middle
-            solution = solution + centred.solve(left)
-            along = solution @ values.mT - (solution * middle).sum(-1, keepdim=True)
-            projected = constant + along * seen
-        return projected, chunk.simplex_rank
+    def _groups(
+        self,
+        example: int,
+        index: int,
+        heads: slice | Tensor,
+        values: Tensor,
+        rows: Tensor | None = None,
+    ) -> Iterator[RowGroups]:
+        """Factor some rows of one example and one mask; all by default."""
+        if rows is None:
+            rows = torch.arange(self.support.queries, device=values.device)
+        for members, group, span, keys in self._chunked(example, index, values, rows):
+            seen = values[:, span]
+            gram = _grams(seen, keys)
+            threshold = rank_threshold(keys.sum(-1), seen.shape[-1], self.rtol)
+            yield RowGroups(
+                example=example,
+                heads=heads,
+                shared=self.heads // self.values.shape[1],
+                rows=rows[members],
+                span=span,
+                values=seen,
+                group=group,
+                keys=keys,
+                gram=gram,
+                threshold=threshold,
+                whitening=_whitened(seen, keys, gram, threshold),
+            )
 
     def _chunked(
-        self, example: int, index: int, values: Tensor
+        self, example: int, index: int, values: Tensor, rows: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, slice, Tensor]]:
-        """Yield `(rows, group, span, keys)` for one example and one mask."""
+        """Yield `(positions in rows, group, span, keys)` for one example and one mask."""
         real = self.support.keys[example, index]
         if self.support.rows is not None:
             distinct, group = torch.unique(
-                self.support.rows[example, index], dim=0, return_inverse=True
+                self.support.rows[example, index, rows], dim=0, return_inverse=True
             )
             for chosen in distinct.any(-1).nonzero()[:, 0].split(self._groups_per_chunk(values)):
                 yield *_members(group, chosen), slice(None), distinct[chosen]
             return
         assert self.support.first is not None and self.support.last is not None
         bounds = torch.stack([
-            self.support.first[example, index],
-            self.support.last[example, index],
+            self.support.first[example, index, rows],
+            self.support.last[example, index, rows],
         ])
         distinct, group = torch.unique(bounds, dim=1, return_inverse=True)
         # neighbouring intervals differ by a key at each end: g of them by 2g keys in all
@@ -368,6 +395,44 @@ class RowFactor:
     def _groups_per_chunk(self, values: Tensor) -> int:
         heads, keys, width = values.shape
         return max(1, _CHUNK_BYTES // (8 * (heads * width * width + keys)))
+
+
+def _project(chunk: RowChunk, rows: Tensor, seen: Tensor) -> Tensor:
+    """`x V_Sᵀ` by normal equations, refined against `A⊥ V = A V`."""
+    values = chunk.values[:, None]
+    context = rows @ values
+    solution = torch.zeros_like(context)
+    projected = torch.zeros_like(rows)
+    for _ in range(1 + _REFINEMENTS):
+        solution = solution + chunk.solve(context - projected @ values)
+        projected = (solution @ values.mT) * seen
+    return projected
+
+
+def _with_constant(chunk: RowChunk, rows: Tensor, seen: Tensor) -> Tensor:
+    """The same within `[T, 1]`, where 1 is clearly outside: along what T leaves of it."""
+    constant = seen.to(rows.dtype).expand(len(rows), 1, -1, -1)
+    rest = constant - _project(chunk, constant, seen)
+    along = (rows * rest).sum(-1, keepdim=True) / rest.square().sum(-1, keepdim=True)
+    return _project(chunk, rows, seen) + along * rest
+
+
+def _project_simplex(chunk: RowGroups, rows: Tensor, seen: Tensor) -> Tensor:
+    """The same from values less their mean: the mean of a row, and what lies along these."""
+    about, mean, factor = chunk.centred
+    centred = replace(chunk, whitening=chunk.whitening._replace(factor=factor))
+    values, middle = about[:, None], chunk.per_row(mean)
+    projected = (rows.sum(-1) / chunk.row_sizes)[..., None] * seen
+    solution = torch.zeros(*rows.shape[:3], about.shape[-1], dtype=rows.dtype)
+    solution = solution.to(rows.device)
+    constant = projected
+    for _ in range(1 + _REFINEMENTS):
+        rest = rows - projected
+        left = rest @ values - rest.sum(-1, keepdim=True) * middle
+        solution = solution + centred.solve(left)
+        along = solution @ values.mT - (solution * middle).sum(-1, keepdim=True)
+        projected = constant + along * seen
+    return projected
 
 
 def _whitened(values: Tensor, keys: Tensor, gram: Tensor, threshold: Tensor) -> Whitening:

@@ -168,6 +168,27 @@ class Support:
         inside = position >= self.first[:, :, start:stop, None]
         return inside & (position < self.last[:, :, start:stop, None]) & keys
 
+    def seen(self, example: int, index: int, rows: Tensor, span: slice = slice(None)) -> Tensor:
+        """Materialise some rows of one mask.
+
+        Args:
+            example: batch index.
+            index: index of the mask.
+            rows: `[r]` int64, query rows.
+            span: range of keys.
+
+        Returns:
+            `[r, k]` bool.
+        """
+        if self.rows is not None:
+            return self.rows[example, index, rows, span]
+        keys = self.keys[example, index]
+        if self.first is None or self.last is None:
+            return keys[span].expand(len(rows), -1)
+        position = torch.arange(len(keys), device=keys.device)[span]
+        first, last = (bound[example, index, rows, None] for bound in (self.first, self.last))
+        return (position >= first) & (position < last) & keys[span]
+
 
 def support_of(
     mask: Tensor | None,

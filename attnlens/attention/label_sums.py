@@ -78,12 +78,9 @@ def _shared_sums(factor: SharedFactor, outputs: Tensor, members: Tensor) -> Tens
 def _row_sums(problem: Problem, factor: RowFactor, received: Tensor, members: Tensor) -> Tensor:
     """The same where the keys differ by row, `[B, H, Q, G]`."""
     result = torch.zeros_like(received)
-    for chunk in factor.groups():
-        there = members[chunk.example, chunk.span]
-        of_label = (chunk.keys & member for member in there.T)  # [n, k]
-        columns = torch.stack([keys.double() @ chunk.values for keys in of_label], -1)
-        solution = chunk.refined(problem.outputs_of(chunk, problem.plain(), received[..., 0]))
-        sums = contract("hgrd,hrdl->hgrl", solution, columns[:, chunk.group])
-        free = chunk.per_row(chunk.whitening.rank == chunk.sizes)
+    for chunk in factor.chunks():
+        outputs = problem.outputs_of(chunk, problem.plain(), received[..., 0])
+        sums = chunk.label_sums(outputs, members[chunk.example, chunk.span].double())
+        free = (chunk.row_rank == chunk.row_sizes)[:, None]
         chunk.scatter(result, torch.where(free[..., None], chunk.take(received), sums))
     return result

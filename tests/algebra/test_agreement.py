@@ -501,7 +501,8 @@ def draws(draw: st.DrawFn) -> Draw:
 def clear_ranks(value: Tensor, mask: Tensor | None) -> bool:
     """Whether no singular value lies so near a threshold that rounding could decide."""
     _, heads, tokens, width = value.shape
-    dense = reference.dense_mask(mask, 1, heads, tokens, tokens)
+    queries = tokens if mask is None else mask.shape[-2]
+    dense = reference.dense_mask(mask, 1, heads, queries, tokens)
     for head in range(heads):
         for _, seen in reference.supports(dense[0, head]):
             values = value[0, head].double().numpy()[seen]
