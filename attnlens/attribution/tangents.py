@@ -154,7 +154,8 @@ def derivative_errors(layer: Layer, hidden: Tensor, mask: Tensor) -> Tensor:
         above, below = (layer(hidden + sign * step * direction) for sign in (1, -1))
     difference = (above.double() - below.double()) / (2 * step)
     error = (pushed.double() - difference).where(real, 0).flatten(1).norm(dim=1)
-    return error / difference.where(real, 0).flatten(1).norm(dim=1)
+    relative: Tensor = error / difference.where(real, 0).flatten(1).norm(dim=1)
+    return relative
 
 
 @contextmanager

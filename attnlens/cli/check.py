@@ -12,7 +12,17 @@ from attnlens.cli.terminal import bars, print_json
 if TYPE_CHECKING:
     from attnlens.checking import SiteVerdict
 
-COLUMNS = ("site", "kind", "seen by", "B·H·Q·K·D", "mask", "A·V − O", "W_O", "Σ AVH + b")
+COLUMNS = (
+    "site",
+    "kind",
+    "seen by",
+    "B·H·Q·K·D",
+    "mask",
+    "A·V − O",
+    "W_O",
+    "Σ AVH + b",
+    "heads masked",
+)
 
 
 def check(model: ModelName, as_json: AsJson = False) -> None:
@@ -50,4 +60,14 @@ def _cells(site: SiteVerdict) -> list[str]:
         projection = f"{site.projection} (rank {site.projection_rank})"
     output = "–" if site.output_error is None else f"{site.output_error:.0e}"
     error = f"{site.context_error:.0e}"
-    return [site.site, site.kind, site.tap, shape + windows, site.mask, error, projection, output]
+    return [
+        site.site,
+        site.kind,
+        site.tap,
+        shape + windows,
+        site.mask,
+        error,
+        projection,
+        output,
+        site.masking,
+    ]
