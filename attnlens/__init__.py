@@ -11,6 +11,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from attnlens.showing import DRAWERS
+
 if TYPE_CHECKING:
     from attnlens.answering import effective_for
     from attnlens.attention.importance import HeadImportance
@@ -109,6 +111,9 @@ _HOMES = {
     # errors
     "AttnLensError": "errors",
 }
+
+
+DRAWERS.append("attnlens.reporting.page")
 
 
 def __getattr__(name: str) -> Any:

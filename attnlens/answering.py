@@ -36,14 +36,16 @@ _Call = tuple[str, int, int]  # stack, layer, call
 class EffectiveFor(LayeredResult):
     """How much of the attention each of three readers can see; means over examples, float64.
 
-    `answer ≤ head ≤ 1` for every head, and `layer` is at most the share of all heads together.
+    `answer ≤ head ≤ 1` for every head, and `layer ≤ heads ≤ 1` for every layer.
 
     Attributes:
         layers: `(stack, layer)` of each row.
         answer: `‖A_out‖² / ‖A‖²`, `[L, H]`: what moves the answer to first order.
+        answer_norm: `‖A_out‖`, `[L, H]`.
         head: `‖A⊥‖² / ‖A‖²`, `[L, H]`: what the head's own output sees.
         layer: the same of all heads together, as the sum of the heads sees them, `[L]`; NaN where
             the output projection is not known.
+        heads: the same as the outputs of single heads see them, `Σ_h ‖A⊥_h‖² / Σ_h ‖A_h‖²`, `[L]`.
         importance: norm over outputs of the derivatives of a gate on the head, `[L, H]`; of one
             output it is the importance of Michel et al. 2019 on these examples.
         directions: number of directions of attention that the answer depends on, `[L, H]`.
@@ -52,8 +54,10 @@ class EffectiveFor(LayeredResult):
 
     layers: tuple[LayerKey, ...]
     answer: Tensor
+    answer_norm: Tensor
     head: Tensor
     layer: Tensor
+    heads: Tensor
     importance: Tensor
     directions: Tensor
     maps: tuple[Tensor, ...] = ()
@@ -62,8 +66,10 @@ class EffectiveFor(LayeredResult):
     shown = ("answer", "head")
     meanings: ClassVar = {
         "answer": "the share of a head's attention that moves the answer, to first order",
+        "answer_norm": "size of the attention that moves the answer, ‖A_out‖",
         "head": "the share of a head's attention that its own output can see",
         "layer": "the share of a layer's attention that the sum of its heads can see",
+        "heads": "the share of a layer's attention that the outputs of single heads can see",
         "importance": "how much the answer depends on a head, ‖⟨O_h, ∂y/∂O_h⟩‖",
         "directions": "directions of attention that the answer depends on",
     }
@@ -104,6 +110,11 @@ def effective_for(
 
     References:
         Brunner et al., ICLR 2020, section 3 (heads); Michel et al., NeurIPS 2019 (importance).
+
+    Examples:
+        >>> found = effective_for(model, batch, lambda output: output[0][:, 0, :4], layers=[5])
+        >>> bool((found.answer <= found.head + 1e-6).all())
+        True
     """
     if model.training:
         raise InputError(
@@ -238,8 +249,10 @@ class _Levels:
     """Of one call: shares and importance of every example, `[B, H]`, and of the layer, `[B]`."""
 
     answer: Tensor
+    answer_norm: Tensor
     head: Tensor
     layer: Tensor
+    heads: Tensor
     importance: Tensor
     directions: Tensor
     maps: Tensor | None
@@ -261,16 +274,19 @@ def _level(capture: Capture, gradients: Sequence[Tensor], outputs: int, maps: bo
     if not capture.exact_context:
         context = capture.rows.context(capture.value.to(working_dtype(capture.value)))
     found: AnswerLevel = answer_level(gradient, capture.value, context, capture.support)
-    layer = torch.full_like(sums.square[:, 0], torch.nan)
-    if capture.output_projection is not None:
-        effective = space.effective_square.sum(-1)
-        if not capture.known_projection.separates_heads:
-            effective = capture.layer_level().square.sum(-1)
-        layer = effective / sums.square.sum(-1)
+    square = sums.square.sum(-1)
+    heads = (space.effective_square.sum(-1) / square).clamp(max=1)
+    layer = heads
+    if capture.output_projection is None:
+        layer = torch.full_like(heads, torch.nan)
+    elif not capture.output_projection.separates_heads:
+        layer = (capture.layer_level().square.sum(-1) / square).clamp(max=1)
     return _Levels(
         answer=found.square / sums.square,
+        answer_norm=found.square.clamp(min=0).sqrt(),
         head=(space.effective_square / sums.square).clamp(max=1),
-        layer=layer.clamp(max=1),
+        layer=layer,
+        heads=heads,
         importance=torch.linalg.vector_norm(found.importance, dim=-1),
         directions=found.rank.double(),
         maps=answer_maps(gradient, capture.value, found.weights, capture.support) if maps else None,
@@ -291,6 +307,6 @@ def _result(levels: Mapping[_Call, _Levels]) -> EffectiveFor:
             return torch.stack(rows)
         return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=torch.nan)
 
-    names = ("answer", "head", "layer", "importance", "directions")
+    names = ("answer", "answer_norm", "head", "layer", "heads", "importance", "directions")
     maps = tuple(found.maps for found in levels.values() if found.maps is not None)
     return EffectiveFor(tuple(by_layer), **{name: mean(name) for name in names}, maps=maps)

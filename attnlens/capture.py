@@ -25,6 +25,7 @@ from attnlens.kernels.ranks import require_rtol
 from attnlens.kernels.torch_gram import selected_rows
 from attnlens.results import facts_html
 from attnlens.saving import storable
+from attnlens.showing import Shown
 
 Kind = Literal["encoder", "decoder", "cross"]
 Link = Literal["first", "next", "broken"]
@@ -162,7 +163,7 @@ class HiddenState:
 
 @storable("entry")
 @dataclass(frozen=True, eq=False, repr=False)
-class Capture:
+class Capture(Shown):
     """One attention call of one site, exactly as the model ran it; every tensor is detached.
 
     Attributes:
@@ -193,6 +194,11 @@ class Capture:
         padding: `[B, N]` bool, the `attention_mask` that the encoder was given, True for real
             tokens; None where it was given none. Some models let padding attend to itself.
         backend: which kernels derived quantities are computed with, see :mod:`attnlens.kernels`.
+
+    Examples:
+        >>> capture = record(model, **batch)[0]
+        >>> torch.allclose(capture.attention() @ capture.value, capture.context, atol=1e-5)
+        True
     """
 
     site: str

@@ -19,7 +19,7 @@ from attnlens.saving import storable
 from attnlens.tap.hooks import Hook
 from attnlens.tap.passing import output_tensors
 from attnlens.tap.selection import KINDS
-from attnlens.tap.sites import pretrained_inside
+from attnlens.tap.sites import Catalogue, pretrained_inside
 from attnlens.tap.trial import example_inputs
 
 # Largest |A·V − O| relative to the largest |O| that counts as the same, by storage type.
@@ -43,6 +43,7 @@ class SiteVerdict:
         site: qualified name of the attention module.
         layer: layer index in its stack.
         kind: encoder or decoder self-attention, or cross-attention.
+        kind_reason: what tells the kind, in words.
         tap: how A is known: the attention implementation of transformers' interface, or
             `"direct sdpa"` or `"softmax"` where the module runs its own attention.
         shape: `(B, H, Q, K, D)`.
@@ -62,6 +63,7 @@ class SiteVerdict:
     site: str
     layer: int
     kind: str
+    kind_reason: str
     tap: str
     shape: tuple[int, ...]
     windows: int
@@ -111,9 +113,10 @@ class Verdict(Result):
             else f"the output projection is known for {known} of them, and the values stand in "
             f"for T elsewhere"
         )
+        kinds = dict.fromkeys(f"{site.kind} ({site.kind_reason})" for site in self.sites)
         return (
             f"{self.model} works: all {len(self.sites)} attention calls were captured exactly, "
-            f"outputs are bit-identical, and {projection}."
+            f"outputs are bit-identical, and {projection}. Kinds of attention: {', '.join(kinds)}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -143,6 +146,11 @@ def check(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Verdict:
 
     Raises:
         InputError: if no inputs can be made up, or the model does not run on them by itself.
+
+    Examples:
+        >>> verdict = check(model, batch)
+        >>> verdict.supported, len(verdict.sites)
+        (True, 6)
     """
     name, called = type(model).__name__, model
     if inputs is None:
@@ -168,7 +176,10 @@ def check(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Verdict:
             return Verdict(name, False, False, (), words)
         identical = len(plain) == len(looked) and all(map(_same, plain, looked))
         calls = _received(called, model, inputs, captures)
-        sites = tuple(_site(capture, calls.get(capture.receiver, [])) for capture in captures)
+        catalogue = Catalogue(model)
+        sites = tuple(
+            _site(capture, catalogue, calls.get(capture.receiver, [])) for capture in captures
+        )
     inexact = [site for site in sites if not site.exact]
     reason = ""
     if not identical:
@@ -232,7 +243,7 @@ def _same(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def _site(capture: Capture, calls: Sequence[_Received]) -> SiteVerdict:
+def _site(capture: Capture, catalogue: Catalogue, calls: Sequence[_Received]) -> SiteVerdict:
     attention = capture.attention().double()
     value = capture.value.double()
     error = _relative(attention @ value, capture.context.double())
@@ -243,6 +254,7 @@ def _site(capture: Capture, calls: Sequence[_Received]) -> SiteVerdict:
         site=capture.site,
         layer=capture.layer,
         kind=capture.kind,
+        kind_reason=_kind_reason(capture, catalogue),
         tap=capture.implementation,
         shape=capture.shape,
         windows=capture.windows,
@@ -255,6 +267,15 @@ def _site(capture: Capture, calls: Sequence[_Received]) -> SiteVerdict:
         masking=_masking(capture, calls),
         exact=exact,
     )
+
+
+def _kind_reason(capture: Capture, catalogue: Catalogue) -> str:
+    """What tells the kind of an attention call, and that its mask looks otherwise, if it does."""
+    reason = catalogue.kind(capture.site)[1]
+    future = capture.attention()[:, :, :-1].triu(1)
+    if capture.kind == "encoder" and future.numel() and not future.any():
+        return f"{reason}, though no token attends to a later one"
+    return reason
 
 
 def _output_error(capture: Capture, calls: Sequence[_Received]) -> float | None:

@@ -24,6 +24,7 @@ from attnlens.errors import AttnLensError, AttnLensWarning, InputError, Unsuppor
 from attnlens.kernels import Backend, resolve
 from attnlens.observer import GradientObserver, LayerObserver, Observer
 from attnlens.results import facts_html
+from attnlens.showing import Shown
 from attnlens.tap.forwards import Mode
 from attnlens.tap.interrupts import attachment
 from attnlens.tap.selection import Kinds, select
@@ -33,7 +34,7 @@ from attnlens.tap.tap import Tap
 _SWITCH = "Call torch.backends.mha.set_fastpath_enabled(False) first."
 
 
-class Lens:
+class Lens(Shown):
     """Attach observers to a model for the duration of a `with` block.
 
     The model's outputs are bit-identical with and without a lens. Its configuration, masks,
@@ -57,6 +58,13 @@ class Lens:
     Raises:
         InputError: if an argument is of the wrong kind or value.
         UnsupportedAttentionError: on exit, if forward passes ran but no attention was seen.
+
+    Examples:
+        >>> with Lens(model, HeadStatistics()) as lens, torch.no_grad():
+        ...     output = model(**batch)
+        >>> result = lens.observers[0].compute()
+        >>> tuple(result.effective_fraction.shape)  # layers × heads
+        (6, 12)
     """
 
     def __init__(
@@ -330,6 +338,11 @@ def record(model: nn.Module, *args: Any, **inputs: Any) -> list[Capture]:
     Returns:
         The captures of the encoder's self-attention in the order of the calls. To see other
         attention, use `Lens(model, Recording(), kinds=...)`.
+
+    Examples:
+        >>> captures = record(model, **batch)
+        >>> len(captures), captures[0].kind, tuple(captures[0].context.shape)
+        (6, 'encoder', (2, 12, 19, 32))
     """
     recording = Recording()
     with Lens(model, recording), torch.no_grad():

@@ -75,6 +75,11 @@ def save(
     Raises:
         InputError: if there is no form for such a result, JSON cannot hold the settings, or the
             file cannot be written.
+
+    Examples:
+        >>> save(record(model, **batch), folder / "captures.safetensors")
+        >>> len(load(folder / "captures.safetensors"))
+        6
     """
     several, kinds = _kinds_of(result)
     if not has_form(result):
@@ -121,6 +126,11 @@ def load(path: str | os.PathLike[str]) -> Any:
 
     Raises:
         InputError: if there is no file, or it is damaged, not from attnlens, or of another format.
+
+    Examples:
+        >>> save(record(model, **batch), folder / "captures.safetensors")
+        >>> load(folder / "captures.safetensors")[0].site
+        'encoder.layer.0.attention.self'
     """
     header, tensors = read_sealed(path)
     kind = _kind_of(path, header)

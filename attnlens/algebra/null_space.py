@@ -71,12 +71,16 @@ def null_space(problem: Problem, with_rows: bool) -> tuple[NullSpace, HeadSums |
     Returns:
         The null-space quantities, and the sums if they are wanted.
     """
+    short = problem.independent
+    if bool(short.all()):
+        return _null_space_of_short(problem, with_rows)
+    if bool(short.any()):
+        return _joined(problem, short, with_rows)
     sizes = problem.sizes
     raw = problem.row_sums if with_rows else None
     doubtful = problem.ill_conditioned & problem.support.shared
     if raw is not None:
-        even = (raw.total.square() / sizes.clamp(min=1)).sum(-1)
-        doubtful = doubtful | (raw.centred.sum(-1) < _NEARLY_UNIFORM * even)
+        doubtful = doubtful | _nearly_uniform(raw, sizes)
     outputs, raw = problem.again(doubtful, raw, problem.shift)
     rows = _rows(problem, outputs, raw)
     if raw is not None:
@@ -93,6 +97,49 @@ def null_space(problem: Problem, with_rows: bool) -> tuple[NullSpace, HeadSums |
         centred=torch.where(varies, forms.centred, 0.0),
         covariance=torch.where(varies, forms.covariance, 0.0),
     )
+    return _collected(problem, rows._replace(forms=forms), free, doubtful, raw)
+
+
+def _null_space_of_short(problem: Problem, with_rows: bool) -> tuple[NullSpace, HeadSums | None]:
+    """The same where nothing is null: rows of A⊥ are those of A."""
+    sizes, raw = problem.sizes, problem.row_sums
+    doubtful = _nearly_uniform(raw, sizes)
+    outputs, sums = problem.again(doubtful, raw)
+    raw = raw if sums is None else sums
+    square = output_squares(outputs, problem.active, raw.total, problem.root)
+    rows = _Rows(sizes, sizes, RowForms.of_raw(raw, sizes), square)
+    return _collected(problem, rows, sizes > 0, doubtful, raw if with_rows else None)
+
+
+def _joined(problem: Problem, short: Tensor, with_rows: bool) -> tuple[NullSpace, HeadSums | None]:
+    """The same for short examples among others."""
+    if with_rows:
+        problem.row_sums  # noqa: B018 - one pass for all of them
+    parts = [(~short).nonzero()[:, 0], short.nonzero()[:, 0]]
+    found = [null_space(problem.part(examples), with_rows) for examples in parts]
+    order = torch.cat(parts).argsort()
+    spaces, sums = zip(*found, strict=True)
+
+    def join(pieces: tuple[Tensor, ...]) -> Tensor:
+        return torch.cat(pieces)[order]
+
+    space = NullSpace(*map(join, zip(*spaces, strict=True)))
+    if not with_rows:
+        return space, None
+    return space, HeadSums(*map(join, zip(*sums, strict=True)))
+
+
+def _nearly_uniform(raw: RowSums, sizes: Tensor) -> Tensor:
+    """Heads in whose sums float32 loses the differences between entries, `[B, H]` bool."""
+    even = (raw.total.square() / sizes.clamp(min=1)).sum(-1)
+    return raw.centred.sum(-1) < _NEARLY_UNIFORM * even
+
+
+def _collected(
+    problem: Problem, rows: _Rows, free: Tensor, doubtful: Tensor, raw: RowSums | None
+) -> tuple[NullSpace, HeadSums | None]:
+    """Sum the rows of every head that count."""
+    sizes, forms = problem.sizes, rows.forms
     effective_square = forms.square.sum(-1)
     finite = problem.finite & rows.output_square.isfinite() & effective_square.isfinite()
     sums = None

@@ -27,8 +27,8 @@ from attnlens.algebra.values import (
     working_dtype,
 )
 from attnlens.errors import InputError
-from attnlens.kernels.ranks import require_rtol
-from attnlens.kernels.torch_gram import selected_rows
+from attnlens.kernels.ranks import rank_threshold, require_rtol
+from attnlens.kernels.torch_gram import independent, selected_rows
 
 # From this bound of the squared condition number on, which is D² at least, float32 outputs are
 # computed again: their rounding is amplified by its root.
@@ -239,9 +239,53 @@ class Problem:
         return RowFactor(values, self.support, self.heads, self.dtype, self.rtol)
 
     @cached_property
+    def independent(self) -> Tensor:
+        """Examples of at most D keys whose values are independent in all heads, `[B]` bool.
+
+        Nothing is null there, `A⊥ = A`, and no factor is needed.
+        """
+        width, heads = self.values.shape[-1], self.values.shape[1]
+        tokens = self.support.tokens
+        proven = (tokens <= width).all(-1)
+        if not self.support.shared or not bool(proven.any()):
+            return proven & self.support.shared
+        some = proven.nonzero()[:, 0]
+        threshold = rank_threshold(tokens[some], width, self.rtol).expand(-1, heads)
+        found = independent(self.values[some], self.support.keys[some], threshold)
+        proven[some] = found.all(-1)
+        return proven
+
+    def part(self, examples: Tensor) -> Problem:
+        """Take some examples.
+
+        Args:
+            examples: `[N]` int64.
+
+        Returns:
+            Their problem, with the sums of rows where they are known.
+        """
+        _, _, queries, keys = self.rows.shape
+        outputs = self.model_outputs
+        part = replace(
+            self,
+            values=self.values[examples],
+            model_outputs=None if outputs is None else outputs[examples],
+            rows=self.rows.part(examples, queries, keys),
+            support=self.support.part(examples, queries, keys),
+        )
+        if "_summed" in self.__dict__:
+            sums, context = self._summed
+            picked = RowSums(*(one[examples] for one in sums))
+            part._summed = picked, None if context is None else context[examples]
+        return part
+
+    @cached_property
     def finite(self) -> Tensor:
         """Where values at real keys and H are finite, `[B, H]` bool."""
-        finite = repeated(self.over_all_keys.finite, self.heads)
+        if bool(self.independent.all()):
+            finite = torch.ones_like(self.active[..., 0])
+        else:
+            finite = repeated(self.over_all_keys.finite, self.heads)
         return finite if self.known is None else finite & self.known
 
     @cached_property

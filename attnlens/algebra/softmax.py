@@ -46,7 +46,7 @@ def attention_weights(
     Returns:
         `[B, H, Q, K]` in `[0, 1]`; float64 for float64 queries, else float32.
 
-    Example:
+    Examples:
         >>> query = torch.zeros(1, 1, 2, 4)
         >>> attention_weights(query, torch.randn(1, 1, 5, 4))[0, 0, 0]
         tensor([0.2000, 0.2000, 0.2000, 0.2000, 0.2000])
@@ -157,16 +157,16 @@ class AttentionRows:
         return not seen and self.softcap is None and self.sinks is None
 
     def attention(self, rows: slice | None = None) -> Tensor:
-        """Return A, before dropout, as the implementation that ran computed it.
+        """Compute A of some query rows, or of all by default, before dropout.
 
         Args:
-            rows: query rows to compute; all by default.
+            rows: which rows.
 
         Returns:
-            `[B, H, Q, K]` in `[0, 1]`, float32 or float64.
+            `[B, H, rows, K]`, in float64 where queries, or the A that was seen, are.
 
         Raises:
-            CaptureError: if the call kept neither A nor the queries and keys.
+            CaptureError: naming the call, if neither A nor queries and keys are there.
         """
         rows = slice(None) if rows is None else rows
         if self.observed is not None:

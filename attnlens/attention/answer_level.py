@@ -116,7 +116,7 @@ def answer_attention(
     References:
         Michel et al., "Are Sixteen Heads Really Better than One?", NeurIPS 2019, for `⟨A, ∂y/∂A⟩`.
 
-    Example:
+    Examples:
         >>> attention = torch.tensor([[[[0.5, 0.3, 0.2]]]])
         >>> value = torch.tensor([[[[1.0], [0.0], [0.0]]]])  # the answer is the first entry
         >>> answer_attention(attention, value, torch.ones(1, 1, 1, 1, 1))

@@ -79,6 +79,13 @@ class MinimalDistribution(SumObserver):
     References:
         The family is that of Brunner et al., "On Identifiability in Transformers", ICLR 2020,
         section 3.1.
+
+    Examples:
+        >>> observer = MinimalDistribution(layers=[0])
+        >>> with Lens(model, observer), torch.no_grad():
+        ...     output = model(**batch)
+        >>> len(observer.compute().layers)
+        1
     """
 
     def update(self, capture: Capture) -> None:

@@ -63,7 +63,7 @@ def _sink_fields(
     if sinks is None and problem.rows.sinks is not None:
         nothing = torch.zeros_like(columns[..., 0])
         return {
-            "sink_mass": mean_of(1 - problem.row_sums.total, problem.active),
+            "sink_mass": learned_sink_mass(problem),
             "effective_sink_mass": nothing,
             "sink_value_norm": nothing,
             "sink_first": nothing,
@@ -85,6 +85,15 @@ def _sink_fields(
         "sink_value_norm": mean_of(norms, sinks[:, None] & real) / mean_of(norms, real),
         "sink_first": sinks.gather(-1, most).double(),
     }
+
+
+def learned_sink_mass(problem: Problem) -> Tensor:
+    """Average what a learned sink column takes of each row, `[B, H]`; zero where there is none."""
+    if problem.rows.sinks is None:
+        return torch.zeros(
+            problem.rows.shape[:2], dtype=torch.float64, device=problem.active.device
+        )
+    return mean_of(1 - problem.row_sums.total, problem.active)
 
 
 def mean_of(quantity: Tensor, counted: Tensor) -> Tensor:

@@ -67,6 +67,13 @@ class LayerHealth(LayerObserver, SumObserver):
     References:
         Dong et al., "Attention Is Not All You Need", ICML 2021 (collapse); Sun et al., "Massive
         Activations in Large Language Models", COLM 2024.
+
+    Examples:
+        >>> observer = LayerHealth(layers=[0])
+        >>> with Lens(model, observer), torch.no_grad():
+        ...     output = model(**batch)
+        >>> len(observer.compute().layers)
+        1
     """
 
     def __init__(self, layers: Iterable[int] | None = None) -> None:
@@ -116,7 +123,7 @@ def layer_health(hidden: Tensor, mask: Tensor | None = None) -> dict[str, Tensor
     References:
         Dong et al., ICML 2021, section 2; Sun et al., COLM 2024, section 2.
 
-    Example:
+    Examples:
         >>> hidden = torch.tensor([[[1.0, 1.0, 300.0], [1.0, -1.0, -1.0]]])
         >>> layer_health(hidden)["massive"], layer_health(hidden)["massive_share"]
         (tensor([300.], dtype=torch.float64), tensor([[0., 0., 1.]], dtype=torch.float64))

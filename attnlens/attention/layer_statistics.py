@@ -25,27 +25,27 @@ class LayerStatisticsResult(LayeredResult):
         layers: `(stack, layer)` of each row.
         examples: number of examples that counted.
         skipped: number of examples left out because a tensor held NaN or Inf.
-        nullity: dimension in which the rows of all heads are free together,
+        layer_nullity: dimension in which the rows of all heads are free together,
             `Σ_h n − rank([T_1; …; T_H])`, the mean over rows.
-        effective_fraction: `‖A⊥‖² / ‖A‖²` of all heads together, as the layer's output sees them.
-        head_fraction: the same as each head's own output sees it, `Σ_h ‖A⊥_h‖² / Σ_h ‖A_h‖²`; at
-            least `effective_fraction`, and equal to it where `W_O` has full row rank.
+        layer_fraction: `‖A⊥‖² / ‖A‖²` of all heads together, as the layer's output sees them.
+        heads_fraction: the same as each head's own output sees it, `Σ_h ‖A⊥_h‖² / Σ_h ‖A_h‖²`; at
+            least `layer_fraction`, and equal to it where `W_O` has full row rank.
     """
 
     layers: tuple[LayerKey, ...]
     examples: Tensor
     skipped: Tensor
-    nullity: Tensor
-    effective_fraction: Tensor
-    head_fraction: Tensor
+    layer_nullity: Tensor
+    layer_fraction: Tensor
+    heads_fraction: Tensor
 
     axes: ClassVar = {"layer": "layers"}
-    shown = ("effective_fraction", "head_fraction")
+    shown = ("layer_fraction", "heads_fraction")
     meanings: ClassVar = {
         **LayeredResult.meanings,
-        "nullity": "dimension in which the heads of a layer can change together without any effect",
-        "effective_fraction": "the share of a layer's attention that its output can see",
-        "head_fraction": "the share of it that the outputs of single heads can see",
+        "layer_nullity": "dimension in which all heads can change together without any effect",
+        "layer_fraction": "the share of a layer's attention that its output can see",
+        "heads_fraction": "the share of it that the outputs of single heads can see",
     }
 
 
@@ -58,6 +58,13 @@ class LayerStatistics(SumObserver):
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3, whose
         definition for one head is applied to the heads side by side.
+
+    Examples:
+        >>> observer = LayerStatistics(layers=[0])
+        >>> with Lens(model, observer), torch.no_grad():
+        ...     output = model(**batch)
+        >>> len(observer.compute().layers)
+        1
     """
 
     def update(self, capture: Capture) -> None:
@@ -78,9 +85,9 @@ class LayerStatistics(SumObserver):
             level = capture.layer_level()
             nullity, effective = level.nullity.sum(-1) / rows, level.square.sum(-1)
         fields = {
-            "nullity": nullity,
-            "effective_fraction": (effective / square).clamp(max=1),
-            "head_fraction": by_heads,
+            "layer_nullity": nullity,
+            "layer_fraction": (effective / square).clamp(max=1),
+            "heads_fraction": by_heads,
         }
         self.add((capture.stack, capture.layer), example_sums(fields, rows > 0, finite))
 

@@ -58,6 +58,13 @@ class ResidualMixing(LayerObserver, SumObserver):
     References:
         Kobayashi et al., "Incorporating Residual and Normalization Layers into Analysis of Masked
         Language Models", EMNLP 2021, section 3 (their ATTN-RES).
+
+    Examples:
+        >>> observer = ResidualMixing(layers=[0])
+        >>> with Lens(model, observer), torch.no_grad():
+        ...     output = model(**batch)
+        >>> len(observer.compute().layers)
+        1
     """
 
     def __init__(self, layers: Iterable[int] | None = None) -> None:

@@ -60,6 +60,13 @@ class NormStatistics(SumObserver):
     References:
         Kobayashi et al., "Attention Is Not Only a Weight: Analyzing Transformers with Vector
         Norms", EMNLP 2020, section 3.
+
+    Examples:
+        >>> observer = NormStatistics(layers=[0])
+        >>> with Lens(model, observer), torch.no_grad():
+        ...     output = model(**batch)
+        >>> len(observer.compute().layers)
+        1
     """
 
     def update(self, capture: Capture) -> None:

@@ -61,7 +61,7 @@ def rollout(maps: Sequence[Tensor], residual: float = 0.5, *, normalise: bool = 
     References:
         Abnar and Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, section 3.
 
-    Example:
+    Examples:
         >>> swap = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
         >>> rollout([swap, swap])[0, 1]
         tensor([[0.5000, 0.5000],
@@ -103,7 +103,7 @@ def mixing_ratio(stays: Tensor, mixed: Tensor) -> Tensor:
         Kobayashi et al., "Incorporating Residual and Normalization Layers into Analysis of Masked
         Language Models", EMNLP 2021, section 3.
 
-    Example:
+    Examples:
         >>> mixing_ratio(torch.tensor([3.0, 0.0]), torch.tensor([0.0, 1.0]))
         tensor(0.2500)
     """

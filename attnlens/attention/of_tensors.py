@@ -47,7 +47,7 @@ def head_statistics(
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
 
-    Example:
+    Examples:
         >>> attention = torch.tensor([[[[0.5, 0.3, 0.2]]]])
         >>> value = torch.tensor([[[[1.0], [1.0], [0.0]]]])  # the first two values are equal
         >>> head_statistics(attention, value)["effective_fraction"]
@@ -89,7 +89,7 @@ def head_health(
         Zhai et al., ICML 2023; Voita et al., ACL 2019; Gu et al., ICLR 2025; Roy and Vetterli,
         "The Effective Rank: A Measure of Effective Dimensionality", EUSIPCO 2007.
 
-    Example:
+    Examples:
         >>> attention = torch.tensor([[[[0.5, 0.5], [0.9, 0.1]]]])
         >>> health = head_health(attention, torch.eye(2)[None, None])
         >>> health["received"].item(), health["stable_rank"].item()
@@ -126,7 +126,7 @@ def norm_statistics(
     References:
         Kobayashi et al., "Attention Is Not Only a Weight", EMNLP 2020.
 
-    Example:
+    Examples:
         >>> attention = torch.tensor([[[[0.5, 0.5]]]])
         >>> value = torch.tensor([[[[1.0], [-1.0]]]])  # two values that cancel
         >>> norm_statistics(attention, value)["cancellation"]
@@ -168,7 +168,7 @@ def minimal_distribution(
         Mehrotra, "On the Implementation of a Primal-Dual Interior Point Method", SIAM Journal on
         Optimization, 1992.
 
-    Example:
+    Examples:
         >>> attention = torch.tensor([[[[0.6, 0.0, 0.3, 0.1]]]])
         >>> value = torch.tensor([[[[1.0], [1.0], [0.0], [0.0]]]])  # two pairs of equal values
         >>> minimal_distribution(attention, value).distribution
@@ -209,7 +209,7 @@ def label_attention(
     References:
         Brunner et al., ICLR 2020, figures 1b, 1c and 5.
 
-    Example:
+    Examples:
         >>> attention = torch.tensor([[[[0.5, 0.3, 0.2]]]])
         >>> value = torch.tensor([[[[1.0], [1.0], [0.0]]]])
         >>> label_attention(attention, value, torch.tensor([[0, 1, 1]]), 2).effective

@@ -175,6 +175,14 @@ class HeadStatistics(SumObserver):
         Voita et al., "Analyzing Multi-Head Self-Attention", ACL 2019 (confidence); Gu et al., "When
         Attention Sink Emerges in Language Models", ICLR 2025; Roy and Vetterli, "The Effective
         Rank", EUSIPCO 2007.
+
+    Examples:
+        >>> statistics = HeadStatistics(layers=[0, 5])
+        >>> with Lens(model, statistics), torch.no_grad():
+        ...     output = model(**batch)
+        >>> result = statistics.compute()
+        >>> result.layers
+        (('encoder.layer.*.attention.self', 0), ('encoder.layer.*.attention.self', 5))
     """
 
     alike = ("fields", "rtol")

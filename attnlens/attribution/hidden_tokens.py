@@ -61,6 +61,13 @@ class HiddenTokenAttribution(ChainObserver, SumObserver):
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 5.
+
+    Examples:
+        >>> attribution = HiddenTokenAttribution(probes=1)
+        >>> with Lens(model, attribution), torch.no_grad():
+        ...     output = model(**batch)
+        >>> len(attribution.compute().layers)
+        6
     """
 
     alike = ("label_names", "radius", "norm")

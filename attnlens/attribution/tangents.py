@@ -57,7 +57,7 @@ def push_forward(
     Raises:
         InputError: if the layer changes the shape of its hidden state, or draws random numbers.
 
-    Example:
+    Examples:
         >>> hidden, tangents = torch.full((1, 1, 2), 3.0), torch.eye(2)[:, None, None]
         >>> push_forward(torch.square, hidden, tangents)[:, 0, 0].tolist()
         [[6.0, 0.0], [0.0, 6.0]]
@@ -95,7 +95,7 @@ def pull_back(
     Raises:
         InputError: as :func:`push_forward` does.
 
-    Example:
+    Examples:
         >>> weight = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
         >>> hidden, cotangents = torch.zeros(1, 1, 2), torch.tensor([[[[1.0, 0.0]]]])
         >>> pull_back(lambda state: state @ weight, hidden, cotangents).tolist()

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from attnlens.recipes.sentence import SentenceAttribution
 
 
+LEGEND = (
+    "Shares are of the norms of the derivatives of a hidden state by the input tokens. Itself, or "
+    "own: the share of the token at that place."
+)
+
+
 def attribute(
     context: typer.Context,
     model: ModelName,
@@ -54,6 +60,7 @@ def attribute(
         console.print(_contributors(result, layer, top))
         console.print()
     console.print(_profile(result))
+    console.print(f"\n[dim]{LEGEND}[/]")
 
 
 def _contributors(result: SentenceAttribution, layer: int, top: int) -> RenderableType:

@@ -25,6 +25,16 @@ Field = Literal[
     "pooled_correlation",
     "entropy",
     "output_norm",
+    "max_logit",
+    "relative_entropy",
+    "confidence",
+    "received",
+    "sink_first",
+    "sink_mass",
+    "effective_sink_mass",
+    "sink_value_norm",
+    "effective_rank",
+    "stable_rank",
 ]
 DriftField = Literal["effective_cosine", "raw_cosine", "effective_fraction_change"]
 Score = Literal[
@@ -50,6 +60,11 @@ OBSERVERS = (
     "head-statistics",
     "hidden-token-attribution",
     "label-attention",
+    "layer-health",
+    "layer-statistics",
+    "minimal-distribution",
+    "norm-statistics",
+    "residual-mixing",
     "token-identifiability",
 )
 

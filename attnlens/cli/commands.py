@@ -22,6 +22,7 @@ from attnlens.cli.options import (
     ModelName,
     OutputFolder,
     Overwrite,
+    PagePath,
     Sentences,
     TextFiles,
     examples,
@@ -49,9 +50,6 @@ for command in (attribute, check, compare, identify, prune, scan, merge):
     app.command()(command)
 
 FieldOption = Annotated[Field, typer.Option("--field", help="Quantity to show.")]
-PagePath = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write an interactive report.")
-]
 
 
 def _version(wanted: bool) -> None:
@@ -112,18 +110,26 @@ def report(
             help="Put token identifiability into the page; needs some dozen examples.",
         ),
     ] = False,
+    minimal: Annotated[
+        bool,
+        typer.Option(
+            "--minimal",
+            help="Put the simplest attention with the same output into the page: seconds per "
+            "example.",
+        ),
+    ] = False,
 ) -> None:
     """Run text through a model and show one number per attention head."""
     from attnlens.recipes.head_report import report_heads
     from attnlens.recipes.page_content import PageContent
 
     if html is None:
-        if heads or attribution or identifiability:
-            raise InputError("--heads, --attribution and --identifiability need --html.")
+        if heads or attribution or identifiability or minimal:
+            raise InputError("--heads, --attribution, --identifiability and --minimal need --html.")
         say_idle(context, ("examples_shown", "max_tokens", "megabytes"), "without --html")
     _prepare(context, as_json, output, overwrite, html, read_paths(model, text))
     chosen = None if heads is None else indices_in(heads, "--heads")
-    shown = chosen, examples_shown, max_tokens, megabytes, attribution, identifiability
+    shown = chosen, examples_shown, max_tokens, megabytes, attribution, identifiability, minimal
     places = layers_in(layers)
     texts = examples(text, sentence, lines)
     with bars() as progress:
@@ -152,7 +158,7 @@ def demo(
     """Show the heads of a packaged MiniLM sentence encoder reading twelve paragraphs."""
     from rich.console import Console
 
-    from attnlens.recipes.demonstration import report_demo
+    from attnlens.recipes.demonstration import movable_attention, report_demo
     from attnlens.recipes.page_content import PageContent
 
     _prepare(context, as_json, output, overwrite, html, [])
@@ -165,6 +171,14 @@ def demo(
             f"while it reads {result.examples} short paragraphs, one number per head.\n"
         )
     _deliver(result, field, as_json, output, html)
+    if not as_json:
+        moved = movable_attention().total_variation
+        layer, head = divmod(int(moved.argmax()), heads)
+        Console(highlight=False).print(
+            f"On the first paragraph, {moved.mean():.0%} of the attention could lie elsewhere, as "
+            f"a distribution with the same output; {moved.max():.0%} in head {head} of layer "
+            f"{layer}."
+        )
 
 
 def _prepare(

@@ -13,12 +13,14 @@ from attnlens.cli.options import (
     Layers,
     Lines,
     MaxLength,
+    PagePath,
     Sentences,
     TextFiles,
     examples,
     layers_in,
+    read_paths,
 )
-from attnlens.cli.terminal import bars, print_json, say_idle
+from attnlens.cli.terminal import bars, print_json, say, say_idle
 
 
 def compare(
@@ -37,15 +39,20 @@ def compare(
     layers: Layers = None,
     batch_size: BatchSize = 8,
     max_length: MaxLength = None,
+    html: PagePath = None,
 ) -> None:
     """Compare every head of a model with the same head of another, on the same text."""
     from rich.console import Console
 
+    from attnlens.files import require_writable
+    from attnlens.recipes.page_content import PageContent
     from attnlens.recipes.text_drift import compare_on_texts
-    from attnlens.reporting.tables import head_table
+    from attnlens.reporting.tables import explanation, head_table
 
     if as_json:
         say_idle(context, ("field",), "with --json, which holds all")
+    if html is not None:
+        require_writable(html, [model_a, *read_paths(model_b, text)])
     places = layers_in(layers)
     texts = examples(text, sentence, lines)
     with bars() as progress:
@@ -56,11 +63,17 @@ def compare(
             layers=places,
             batch_size=batch_size,
             max_length=max_length,
+            page=None if html is None else PageContent(),
             progress=progress,
         )
+    if html is not None and result.page is not None:
+        for note in result.page.notes:
+            say(note, "note")
+        result.page.save(html)
+        say(f"Written to {html}.")
     if as_json:
         print_json(result.to_dict())
         return
     console = Console(highlight=False, markup=False)
     console.print(head_table(result.drift, field, console.width))
-    console.print(f"\n{result.words(field)}")
+    console.print(f"\n{explanation(result.drift, field)} {result.words(field)}")

@@ -37,6 +37,9 @@ MaxLength = Annotated[
     int | None,
     typer.Option("--max-length", help="Tokens per example; by default the model's limit."),
 ]
+PagePath = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write an interactive report.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 OutputFolder = Annotated[
     Path | None,

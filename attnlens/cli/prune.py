@@ -88,7 +88,7 @@ def prune(
     if as_json:
         print_json(choice.to_dict())
     else:
-        console = Console(highlight=False, markup=False, soft_wrap=True)
+        console = Console(highlight=False, markup=False)
         console.print(f"{len(choice.plan)} of {choice.heads} heads chosen:")
         for (stack, layer), heads in choice.plan.heads.items():
             console.print(f"  {stack} {layer}: {', '.join(map(str, heads))}")

@@ -237,4 +237,8 @@ def _show_result(name: str, result: Any, console: Console) -> None:
     elif isinstance(result, TokenIdentifiabilityResult):
         console.print(rates_table([result]))
     elif isinstance(result, LayeredResult):
-        console.print(layer_table(name, result))
+        console.print(layer_table(name, result, console.width))
+    else:
+        entries = result if isinstance(result, list) else [result]
+        kinds = ", ".join(sorted({type(entry).__name__ for entry in entries}))
+        console.print(f"{name}: {len(entries)} × {kinds}")

@@ -38,6 +38,13 @@ def merge_shards(
 
     Raises:
         InputError: if a shard is missing, not finished, or of another scan.
+
+    Examples:
+        >>> given = (model, tokenizer, ["One sentence.", "And another."], ["head-statistics"])
+        >>> for shard in ((0, 2), (1, 2)):
+        ...     outcome = scan(*given, out=folder / "parts", shard=shard)
+        >>> merge_shards(folder / "all", [folder / "parts"]).counts.records
+        2
     """
     shards = [Path(folder) for folder in folders]
     paths = _complete(shards)

@@ -18,7 +18,12 @@ _SHORT = {"attribution": "hidden-token-attribution"}
 
 
 def observer_names() -> dict[str, type[Observer]]:
-    """Return the observers that a corpus can be scanned with, by name."""
+    """Return the observers that a corpus can be scanned with, by name.
+
+    Examples:
+        >>> "head-statistics" in observer_names()
+        True
+    """
     rooms = (attention, attribution, recovery)
     kinds = (kind for room in rooms for kind in vars(room).values())
     named = {name_of(kind): kind for kind in kinds if _is_fit(kind)}
@@ -45,6 +50,10 @@ def named_observer(text: str, label_names: Sequence[str] = ()) -> Observer:
     Raises:
         AttnLensError: as its class raises it for wrong values.
         InputError: if there is no such observer, or it has no such setting or value.
+
+    Examples:
+        >>> type(named_observer("attribution:probes=2")).__name__
+        'HiddenTokenAttribution'
     """
     name, _, settings = text.partition(":")
     kinds = observer_names()

@@ -48,6 +48,12 @@ class Corpus:
     Raises:
         InputError: if a file does not exist, its format is unknown, or it has no fields and one
             is named.
+
+    Examples:
+        >>> path = folder / "sentences.txt"
+        >>> _ = path.write_text("One sentence.")
+        >>> [record.text for record in Corpus(path)]
+        ['One sentence.']
     """
 
     def __init__(

@@ -21,6 +21,10 @@ class Record:
         labels: a label for every word, or None.
         source: the file.
         line: line in the file, or row of a data set, from 1.
+
+    Examples:
+        >>> Record("One sentence.").text
+        'One sentence.'
     """
 
     text: str | tuple[str, ...]
@@ -71,6 +75,12 @@ class Fields:
         pair: field of a second text, or None.
         words: field of a list of words that replaces the text, or None.
         labels: field of a list of labels, one for each word, or None.
+
+    Examples:
+        >>> path = folder / "pairs.jsonl"
+        >>> _ = path.write_text('{"question": "Who?", "answer": "Nobody."}')
+        >>> [record.pair for record in Corpus(path, Fields(text="question", pair="answer"))]
+        ['Nobody.']
     """
 
     text: str = "text"

@@ -94,6 +94,11 @@ def scan(
         InputError: if an argument is of the wrong kind or value, `out` holds a checkpoint of
             another scan, something else or what is read, another process writes to it, nothing
             is an example, or an entry is none and `on_error="raise"`.
+
+    Examples:
+        >>> outcome = scan(model, tokenizer, ["One sentence.", "And another."], [HeadStatistics()])
+        >>> outcome.counts.records
+        2
     """
     settings = Settings(batch_size, batch_tokens, chunk, max_length)
     reads = text_model(model, tokenizer, name)

@@ -150,16 +150,48 @@ def whiten_short(values: Tensor, real: Tensor, threshold: Tensor) -> Whitening:
     Returns:
         Factors with R = n, of no use where the bound is Inf.
     """
+    half, bound, info = _short_half(values, real)
+    bound = _proven(bound, info, threshold)
+    return Whitening(values.mT @ (half.mT @ half), real.sum(-1), bound)
+
+
+def independent(value: Tensor, keys: Tensor, threshold: Tensor) -> Tensor:
+    """Prove that the values at real keys are linearly independent, head by head.
+
+    It takes no factor of the values, only one Cholesky of their key-by-key Gram matrix.
+
+    Args:
+        value: `[B, H, K, D]`.
+        keys: `[B, 1 or H, K]` bool, the real keys, at most D of them.
+        threshold: `[B, H]` float64, see :func:`~attnlens.kernels.ranks.rank_threshold`.
+
+    Returns:
+        `[B, H]` bool. False where values are not finite, or the rank may be smaller.
+    """
+    shape, keys = value.shape[:2], keys.expand(value.shape[:3])
+    count = int(keys.sum(-1).amax())
+    proven = torch.zeros(shape, dtype=torch.bool, device=value.device)
+    for some, _ in blocks_of_rows(value):
+        block, own = value[some], keys[some]
+        every = torch.arange(own[..., 0].numel(), device=value.device)
+        rows, real = _gathered(block, own, every, count)
+        _, bound, info = _short_half(rows, real)
+        full = (info == 0) & provably_full(bound, threshold[some].flatten())
+        proven[some] = full.view(own.shape[:2])
+    return proven
+
+
+def _short_half(values: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Factor `[N, n, n]` X with `XᵀX = (VVᵀ)⁻¹`, a bound of cond², and Cholesky's verdict."""
     gram = values @ values.mT
-    padded = gram + torch.diag_embed((~real).to(gram.dtype))
-    lower, info = torch.linalg.cholesky_ex(padded)
+    padding = (~real).to(gram.dtype)
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    gram.diagonal(dim1=-2, dim2=-1).add_(padding)
+    lower, info = torch.linalg.cholesky_ex(gram)
     # not cholesky_inverse, which raises for the whole batch where one problem is singular
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    half = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
-    inverse = (half.mT @ half) * (real[:, :, None] & real[:, None]).to(gram.dtype)
-    traces = (matrix.diagonal(dim1=-2, dim2=-1).sum(-1) for matrix in (gram, inverse))
-    bound = _proven(next(traces) * next(traces), info, threshold)
-    return Whitening(values.mT @ inverse, real.sum(-1), bound)
+    identity = torch.diag_embed(1 - padding)
+    half = torch.linalg.solve_triangular(lower, identity, upper=False)
+    return half, trace * half.square().sum((-2, -1)), info
 
 
 def whiten_spectral(gram: Tensor, threshold: Tensor) -> Whitening:
@@ -269,10 +301,12 @@ def _whitened(
     width = value.shape[-1]
     size = keys.sum(-1).flatten()
     few = size <= width
-    short = few.nonzero()[:, 0]
-    found = whiten(gram, threshold)
-    if len(short):
-        factor, rank, bound = found.factor.contiguous(), found.rank, found.bound
+    short, long = few.nonzero()[:, 0], (~few).nonzero()[:, 0]
+    if not len(short):
+        found = whiten(gram, threshold)
+    else:
+        factor, rank, bound = torch.zeros_like(gram), torch.zeros_like(size), threshold.clone()
+        factor[long], rank[long], bound[long] = whiten(gram[long], threshold[long])
         count = int(size[short].max())
         rows, real = _gathered(value, keys, short, count)
         rows = rows.masked_fill(~finite[short, None, None], 0.0)

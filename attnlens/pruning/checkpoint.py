@@ -33,7 +33,18 @@ _WEIGHTS = "model.safetensors"
 
 
 def is_pruned(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a folder holds a model with pruned heads, by its configuration."""
+    """Tell whether a folder holds a model with pruned heads, by its configuration.
+
+    Args:
+        path: the folder.
+
+    Returns:
+        False also where there is no readable configuration.
+
+    Examples:
+        >>> is_pruned(folder)
+        False
+    """
     config = Path(path) / CONFIG_NAME
     with suppress(InputError, OSError, ValueError):
         document = read_json(config, "a configuration") if config.is_file() else None
@@ -56,6 +67,13 @@ def save_pruned(model: nn.Module, path: str | os.PathLike[str], *, overwrite: bo
 
     Raises:
         InputError: if the model has no pruned heads, or the folder cannot or must not be written.
+
+    Examples:
+        >>> smaller = copy.deepcopy(model)
+        >>> report = prune_heads(smaller, {0: [3]})
+        >>> save_pruned(smaller, folder / "pruned")
+        >>> load_pruned(folder / "pruned").num_parameters() == smaller.num_parameters()
+        True
     """
     model = _pretrained(model)
     recorded = records(model)
@@ -85,6 +103,13 @@ def load_pruned(
 
     Raises:
         InputError: if the folder holds no pruned model, or weights that do not fit it exactly.
+
+    Examples:
+        >>> smaller = copy.deepcopy(model)
+        >>> report = prune_heads(smaller, {0: [3]})
+        >>> save_pruned(smaller, folder / "pruned")
+        >>> type(load_pruned(folder / "pruned")).__name__
+        'BertModel'
     """
     folder = Path(path)
     try:
@@ -133,6 +158,12 @@ def export_masked(
     Raises:
         InputError: if a layer or head does not exist, layers that share weights are treated
             differently, heads of the model were pruned, or the folder must not be written.
+
+    Examples:
+        >>> export_masked(model, {0: [3]}, folder / "masked")
+        >>> usual = type(model).from_pretrained(folder / "masked")
+        >>> usual.num_parameters() == model.num_parameters()
+        True
     """
     layers = find_heads(Trial(model, inputs), kinds)
     plan = resolve(heads, layers)

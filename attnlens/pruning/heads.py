@@ -36,6 +36,7 @@ class LayerHeads:
         heads: H.
         width: D.
         group: number of query heads that share a key head.
+        depth: number of blocks in its stack, whether or not all of them attend.
         projection: W_O, or None for the reason in `reason`.
         name: name of W_O.
         axis: dimension of W_O's input that holds the heads, side by side.
@@ -50,6 +51,7 @@ class LayerHeads:
     heads: int
     width: int
     group: int = 1
+    depth: int = 1
     projection: nn.Module | None = None
     name: str = ""
     axis: int = -1
@@ -91,7 +93,8 @@ def find_heads(trial: Trial, kinds: Kinds = None) -> tuple[LayerHeads, ...]:
     def keep(name: str, module: nn.Module, tensor: Tensor) -> None:
         received.setdefault(name, []).append(tensor)
 
-    tap = Tap(select(Catalogue(trial.model), kinds=kinds), captures.append)
+    catalogue = Catalogue(trial.model)
+    tap = Tap(select(catalogue, kinds=kinds), captures.append)
 
     def attach(stack: ExitStack) -> None:
         for remove in linear_hooks(trial.model, keep):
@@ -110,7 +113,10 @@ def find_heads(trial: Trial, kinds: Kinds = None) -> tuple[LayerHeads, ...]:
         by_layer.setdefault((capture.stack, capture.layer), []).append(capture)
     calls = {name: iter(tensors) for name, tensors in received.items()}
     modules = dict(trial.model.named_modules())
-    layers = [_layer(calls, modules, group) for group in by_layer.values()]
+    layers = [
+        replace(_layer(calls, modules, group), depth=catalogue.depth(group[0].stack))
+        for group in by_layer.values()
+    ]
     stacks = list(dict.fromkeys(stack for stack, _ in by_layer))
     return tuple(sorted(layers, key=lambda layer: (stacks.index(layer.stack), layer.layer)))
 

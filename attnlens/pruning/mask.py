@@ -68,6 +68,12 @@ def mask_heads(
 
     References:
         Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", NeurIPS 2019, section 2.
+
+    Examples:
+        >>> with mask_heads(model, {0: [3, 7]}), torch.no_grad():
+        ...     masked = model(**batch).last_hidden_state
+        >>> bool((masked != model(**batch).last_hidden_state).any())
+        True
     """
     modes = get_args(Mode)
     if mode not in modes:

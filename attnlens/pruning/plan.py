@@ -28,6 +28,11 @@ class Plan:
     Attributes:
         heads: by stack and layer, the chosen heads in ascending order; layers without are left
             out.
+
+    Examples:
+        >>> with mask_heads(model, {0: [3, 7]}) as plan:
+        ...     len(plan)
+        2
     """
 
     heads: Mapping[LayerKey, tuple[int, ...]]
@@ -209,7 +214,7 @@ def _layer(key: Any, layers: Sequence[LayerHeads]) -> LayerHeads:
     members = {layer.layer: layer for layer in layers if layer.stack == stack}
     number = _integer(index)
     if number is not None and number < 0:
-        number += max(members) + 1
+        number += next(iter(members.values())).depth
     if number not in members:
         raise InputError(f"There is no layer {key!r}: {stack} has layers {sorted(members)}.")
     return members[number]

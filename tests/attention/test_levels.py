@@ -81,14 +81,14 @@ def test_a_layer_equals_the_dense_projector(name: str, rank: int) -> None:
     result = observer.compute()
     raw = (capture.attention().square().sum((1, 3)) * rows).sum(-1)
     fraction = (square.sum(-1) / raw).mean()
-    torch.testing.assert_close(result.effective_fraction[0], fraction, rtol=1e-7, atol=1e-9)
-    assert result.effective_fraction[0] <= result.head_fraction[0] + 1e-12
+    torch.testing.assert_close(result.layer_fraction[0], fraction, rtol=1e-7, atol=1e-9)
+    assert result.layer_fraction[0] <= result.heads_fraction[0] + 1e-12
     if rank == 32:
-        torch.testing.assert_close(result.effective_fraction, result.head_fraction)
+        torch.testing.assert_close(result.layer_fraction, result.heads_fraction)
         alone = capture.effective_attention() * rows[:, None, :, None]
         torch.testing.assert_close(found, alone, rtol=1e-7, atol=1e-9)
     else:
-        assert result.effective_fraction[0] < 0.999 * result.head_fraction[0]
+        assert result.layer_fraction[0] < 0.999 * result.heads_fraction[0]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -215,7 +215,8 @@ def test_levels_of_models(name: str) -> None:
     with torch.no_grad():
         assert torch.equal(model(**inputs).last_hidden_state, bare)
     assert (found.answer >= 0).all() and (found.answer <= found.head + 1e-6).all()
-    assert (found.head <= 1).all() and (found.layer <= 1).all()
+    assert (found.head <= 1).all()
+    assert (found.layer <= found.heads + 1e-9).all() and (found.heads <= 1).all()
     assert found.directions.max() <= 6
     for capture, answer in zip(recording.compute(), found.maps, strict=True):
         effective = capture.effective_attention().double()

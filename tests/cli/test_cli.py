@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -124,6 +125,9 @@ def test_demo_shows_every_head_of_the_packaged_model():
     assert [len(row) for row in numbers] == [12] * 6
     values = torch.tensor(numbers)
     assert torch.isfinite(values).all() and values.max() <= 1 and values.min() < 0.5
+    said = " ".join(result.stdout.split())
+    share = re.search(r"(\d+)% of the attention could lie elsewhere, as a distribution", said)
+    assert share and 5 < int(share.group(1)) < 40
 
 
 def test_demo_json_holds_finite_numbers_of_every_head():

@@ -349,9 +349,14 @@ def test_the_shell_completes_choices() -> None:
     finished = subprocess.run(
         [sys.executable, "-m", "attnlens"], capture_output=True, text=True, timeout=600,
         env={**os.environ, "_ATTNLENS_COMPLETE": "complete_bash", "COMP_CWORD": "4",
-             "COMP_WORDS": "attnlens report bert --field eff"},
+             "COMP_WORDS": "attnlens report bert --field effective_"},
     )  # fmt: skip
-    assert finished.stdout.split() == ["effective_norm", "effective_fraction"]
+    assert finished.stdout.split() == [
+        "effective_norm",
+        "effective_fraction",
+        "effective_sink_mass",
+        "effective_rank",
+    ]
 
 
 def test_advice_speaks_to_the_shell(place: Path, tmp_path: Path) -> None:
@@ -362,3 +367,70 @@ def test_advice_speaks_to_the_shell(place: Path, tmp_path: Path) -> None:
     said = without_frame(again.stderr)
     assert "--batch-size is 32, not 3" in said and "begin anew with --no-resume." in said
     assert command(*arguments, "--batch-size", 3, "--no-resume").code == 0
+
+
+SHOWN = {
+    "check bert": "A·V − O: largest error",
+    "report bert --text texts.txt --lines": "can influence its output",
+    "compare bert pruned-by-nothing --text texts.txt --lines": "likeness of effective attention",
+    "attribute bert --sentence river": "the share of the token at that place",
+    "identify bert --text texts.txt --lines --part heads --witnesses": "among all matrices",
+    "prune bert --text texts.txt --lines": "keep a cosine of",
+    "scan bert --text texts.txt --output {out} --observer attribution": "60 records of",
+    "demo": "attention heads of a sentence encoder",
+}
+
+
+@pytest.mark.parametrize("arguments", SHOWN)
+def test_eighty_columns_are_enough_and_symbols_are_explained(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    monkeypatch.chdir(place)
+    shutil.copytree("bert", "pruned-by-nothing", dirs_exist_ok=True)
+    finished = command(*arguments.format(out=tmp_path / "out").split())
+    assert finished.code == 0, finished.stderr
+    lines = finished.stdout.splitlines()
+    assert max(map(len, lines)) <= 80, [line for line in lines if len(line) > 80]
+    assert SHOWN[arguments] in without_frame(finished.stdout)
+    assert not [line for line in lines if line.endswith("…")]
+
+
+def test_a_wide_terminal_is_used(place: Path) -> None:
+    wide = command("check", place / "bert", COLUMNS="160").stdout.splitlines()
+    row = "0  encoder  sdpa     2·4·"
+    (line,) = [line for line in wide if line.startswith(row)]
+    assert "encoder.layer.0.attention.self" in line and "attention.output.dense" in line
+
+
+def test_identical_models_are_identical_and_others_are_not(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    other = BertModel.from_pretrained("bert")
+    with torch.no_grad():
+        other.encoder.layer[1].attention.self.query.weight[9] *= 1.001
+    other.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained("bert").save_pretrained(tmp_path)
+    same = without_frame(command("compare", "bert", "bert", "--sentence", "river stone").stdout)
+    assert "It is 1.000 for every head. bert and bert are identical." in same
+    moved = without_frame(command("compare", "bert", tmp_path, "--sentence", "river stone").stdout)
+    assert "head 1 of layer 1 moved most: 1 − " in moved and "are identical" not in moved
+
+
+def test_a_scan_shows_what_each_observer_found(place: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"words": ["river", "and", "stone"], "tags": ["NOUN", "CONJ", "NOUN"]}\n' * 3)
+    observers = ("head-statistics", "attribution", "label-attention", "effective-attention")
+    finished = command(
+        "scan", place / "bert", "--text", rows, "--output", tmp_path / "out", "--words-field",
+        "words", "--labels-field", "tags", *(f"--observer={name}" for name in observers),
+    )  # fmt: skip
+    assert finished.code == 0, finished.stderr
+    for shown in (
+        "effective fraction, layer × head", "hidden-token-attribution: own, by label",
+        "label-attention: effective, by label", "label-attention: raw, by label",
+        "layer CONJ NOUN [CLS] [SEP]", "effective-attention: 2 × AttentionMap",
+    ):  # fmt: skip
+        assert shown in without_frame(finished.stdout), shown
+    raw = load(tmp_path / "out" / "label-attention.safetensors").raw.mean(1)[0]
+    assert " ".join(f"{share:.3f}" for share in raw.tolist()) in without_frame(finished.stdout)

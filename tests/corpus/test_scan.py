@@ -338,6 +338,27 @@ def test_named_observers_take_settings() -> None:
     assert named_observer("token-identifiability:map=mlp").map == "mlp"
 
 
+def test_shards_of_health_norms_and_levels_merge_to_the_whole(tmp_path: Path) -> None:
+    names = [
+        "head-statistics:fields=health",
+        "layer-health",
+        "layer-statistics",
+        "minimal-distribution",
+        "norm-statistics",
+        "residual-mixing",
+    ]
+    whole = scan(texts(10), names, out=tmp_path / "whole").results
+    for index in range(2):
+        scan(texts(10), names, out=tmp_path / str(index), shard=(index, 2))
+    merged = merge_shards(tmp_path / "all", [tmp_path / str(index) for index in range(2)]).results
+    assert len(whole) == 6 and whole.keys() == merged.keys()
+    for name, result in whole.items():
+        for field, values in result.tensors().items():
+            found = merged[name].tensors()[field]
+            atol = 1e-8 if field.startswith("largest") else 1e-12
+            torch.testing.assert_close(found, values, rtol=1e-5, atol=atol, equal_nan=True)
+
+
 def test_a_shard_without_chunks_is_empty_but_mergeable(tmp_path: Path) -> None:
     for index in range(3):
         scan(texts(10), ["head-statistics"], out=tmp_path / str(index), shard=(index, 3))
