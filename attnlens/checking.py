@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from attnlens.attention.recording import Recording
 from attnlens.capture import Capture
-from attnlens.errors import UnsupportedAttentionError
+from attnlens.errors import AttnLensError, InputError
 from attnlens.lens import Lens
 from attnlens.results import Result
 from attnlens.saving import storable
 from attnlens.tap.hooks import Hook
 from attnlens.tap.passing import output_tensors
+from attnlens.tap.selection import KINDS
 from attnlens.tap.sites import Catalogue, pretrained_inside
 from attnlens.tap.trial import example_inputs
 
@@ -55,6 +56,7 @@ class SiteVerdict:
         projection_rank: smallest rank of a head's H, or None.
         output_error: largest `|Σ_h A_h V_h H_h + b − output of W_O|` relative to the largest
             output, or None where W_O is unknown or is no module of its own.
+        masking: the modes in which `mask_heads` masks its heads, or why it cannot.
         exact: whether the errors are within the tolerance of the storage type.
     """
 
@@ -71,6 +73,7 @@ class SiteVerdict:
     projection_reason: str
     projection_rank: int | None
     output_error: float | None
+    masking: str
     exact: bool
 
     @property
@@ -141,27 +144,42 @@ def check(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Verdict:
     Returns:
         The verdict. An unsupported model is a verdict too, not an error.
 
+    Raises:
+        InputError: if no inputs can be made up, or the model does not run on them by itself.
+
     Examples:
         >>> verdict = check(model, batch)
         >>> verdict.supported, len(verdict.sites)
         (True, 6)
     """
-    name = type(model).__name__
+    name, called = type(model).__name__, model
     if inputs is None:
-        inputs = example_inputs(pretrained_inside(model))
+        called = pretrained_inside(model)
+        inputs = example_inputs(called)
     recording = Recording()
     with torch.no_grad():
-        plain = _seeded(model, inputs)
         try:
-            with Lens(model, recording, kinds=("encoder", "decoder", "cross")):
-                looked = _seeded(model, inputs)
-        except UnsupportedAttentionError as error:
+            plain = _seeded(called, inputs)
+        except Exception as error:
+            raise InputError(
+                f"{name} does not run on inputs={sorted(inputs)}, without any lens: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        try:
+            with Lens(model, recording, kinds=KINDS):
+                looked = _seeded(called, inputs)
+            captures = recording.compute()
+        except AttnLensError as error:
             return Verdict(name, False, True, (), str(error))
+        except Exception as error:
+            words = f"with a lens attached it raises {type(error).__name__}: {error}"
+            return Verdict(name, False, False, (), words)
         identical = len(plain) == len(looked) and all(map(_same, plain, looked))
-        captures = recording.compute()
-        outputs = _projection_outputs(model, inputs, captures)
+        calls = _received(called, model, inputs, captures)
         catalogue = Catalogue(model)
-        sites = tuple(_site(capture, catalogue, outputs) for capture in captures)
+        sites = tuple(
+            _site(capture, catalogue, calls.get(capture.receiver, [])) for capture in captures
+        )
     inexact = [site for site in sites if not site.exact]
     reason = ""
     if not identical:
@@ -169,6 +187,8 @@ def check(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Verdict:
     elif inexact:
         first = inexact[0]
         reason = f"{first.site} is off: |A·V − O| is {first.context_error:.1e} of |O|"
+        if first.output_error is not None:
+            reason += f", and its projected sum is {first.output_error:.1e} off the output of W_O"
     return Verdict(name, not reason, identical, sites, reason)
 
 
@@ -178,22 +198,43 @@ def _seeded(model: nn.Module, inputs: Mapping[str, Any]) -> list[Tensor]:
         return output_tensors(model(**inputs))
 
 
-def _projection_outputs(
-    model: nn.Module, inputs: Mapping[str, Any], captures: Iterable[Capture]
-) -> dict[str, list[Tensor]]:
-    """Run a model again, and keep what each W_O returns, by name and call by call."""
-    projections = (capture.output_projection for capture in captures)
-    outputs: dict[str, list[Tensor]] = {p.name: [] for p in projections if p is not None}
+class _Received(NamedTuple):
+    """What a module was given, and what it returned."""
+
+    given: Tensor
+    returned: Tensor
+
+
+def _received(
+    called: nn.Module, model: nn.Module, inputs: Mapping[str, Any], captures: Iterable[Capture]
+) -> dict[str, list[_Received]]:
+    """Run a model again, and keep what each W_O is given and returns, by name and call by call."""
+    calls: dict[str, list[_Received]] = {c.receiver: [] for c in captures if c.receiver}
 
     def keeper(name: str) -> Hook:
-        return Hook(lambda module, args, output: outputs[name].extend(output_tensors(output)[:1]))
+        def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if args and isinstance(args[0], Tensor):
+                calls[name] += [_Received(args[0], left) for left in output_tensors(output)[:1]]
+
+        return Hook(keep)
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            if name in outputs:
+            if name in calls:
                 stack.callback(keeper(name).attach(module.register_forward_hook))
-        _seeded(model, inputs)
-    return outputs
+        _seeded(called, inputs)
+    return calls
+
+
+def _masking(capture: Capture, calls: Sequence[_Received]) -> str:
+    """The modes in which the heads of a call can be masked, or why they cannot."""
+    if not capture.receiver:
+        return capture.projection_reason
+    if not calls:
+        return f"{capture.receiver} is applied without being called as a module"
+    context = capture.context.transpose(1, 2).flatten(2)
+    in_order = any(torch.equal(context, call.given) for call in calls)
+    return "zero, mean, uniform" if in_order else "zero"
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
@@ -202,13 +243,11 @@ def _same(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def _site(
-    capture: Capture, catalogue: Catalogue, outputs: Mapping[str, list[Tensor]]
-) -> SiteVerdict:
+def _site(capture: Capture, catalogue: Catalogue, calls: Sequence[_Received]) -> SiteVerdict:
     attention = capture.attention().double()
     value = capture.value.double()
     error = _relative(attention @ value, capture.context.double())
-    output_error = _output_error(capture, outputs)
+    output_error = _output_error(capture, calls)
     tolerance = TOLERANCE[capture.context.dtype]
     exact = capture.dropout > 0 or (error <= tolerance and (output_error or 0.0) <= tolerance)
     return SiteVerdict(
@@ -225,6 +264,7 @@ def _site(
         projection_reason=capture.projection_reason,
         projection_rank=_rank(capture),
         output_error=output_error,
+        masking=_masking(capture, calls),
         exact=exact,
     )
 
@@ -238,17 +278,17 @@ def _kind_reason(capture: Capture, catalogue: Catalogue) -> str:
     return reason
 
 
-def _output_error(capture: Capture, outputs: Mapping[str, list[Tensor]]) -> float | None:
+def _output_error(capture: Capture, calls: Sequence[_Received]) -> float | None:
     """Compare `Σ_h A_h V_h H_h + b` with what W_O returned, token rows in any order."""
     output = capture.output_projection
-    if output is None or not outputs.get(output.name):
+    if output is None or not calls:
         return None
     rows = torch.einsum("bhqd,hdm->bqm", capture.context.double(), output.weight.double())
     if output.bias is not None:
         rows = rows + output.bias.double()
     rows = rows.flatten(0, 1)
     errors = []
-    for returned in outputs[output.name]:
+    for _, returned in calls:
         if returned.shape[-1] != rows.shape[-1]:
             returned = returned.movedim(1, -1)
         other = returned.double().reshape(-1, rows.shape[-1])

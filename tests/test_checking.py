@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 from transformers import (
     BertConfig,
     BertModel,
@@ -99,3 +100,33 @@ def test_a_model_that_a_lens_would_change_is_found_out() -> None:
     found = attnlens.check(Drifting(BertConfig(**SMALL, num_attention_heads=4)).eval())
     assert not found.identical and not found.supported
     assert "outputs changed" in found.words
+
+
+def test_a_wrapper_is_checked_on_inputs_of_the_model_inside() -> None:
+    found = attnlens.check(SentenceTransformer(str(model_folder())))
+    assert found.supported, found.words
+    assert len(found.sites) == 6
+    assert {site.masking for site in found.sites} == {"zero, mean, uniform"}
+
+
+class Refusing(torch.nn.Module):
+    """Raises an error of its own, always or only where hooks are."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always = always
+        self.inner = models.build("bert")
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        if self.always or self.inner.pooler._forward_pre_hooks:
+            raise KeyError("mine")
+        return self.inner(**inputs)[0]
+
+
+def test_a_model_that_raises_is_a_verdict_or_an_error_of_ours() -> None:
+    inputs = models.inputs("bert")
+    with pytest.raises(attnlens.AttnLensError, match=r"does not run on inputs=.*KeyError: 'mine'"):
+        attnlens.check(Refusing(True), inputs)
+    found = attnlens.check(Refusing(False), inputs)
+    assert not found.supported
+    assert "with a lens attached it raises KeyError: 'mine'" in found.words

@@ -69,11 +69,17 @@ def saliency_sums(gradients: TokenGradients, mask: Tensor, members: Tensor, posi
     quantities = torch.stack([norm, product, product.abs()]).where(mask, 0.0)
     counted = min(mask.shape[1], positions)
     room = (0, positions - counted)
+    # The first real token has position 0, on whichever side an example is padded.
+    column = mask.int().argmax(1, keepdim=True) + torch.arange(counted, device=mask.device)
+    inside = column < mask.shape[1]
+    column = column.clamp(max=mask.shape[1] - 1)
+    placed = quantities.gather(2, column.expand(3, -1, -1)).where(inside, 0.0)
+    present = mask.gather(1, column) & inside
     return {
         "by_label": torch.einsum("qbk,bkg->qg", quantities, members),
-        "by_position": pad(quantities[..., :counted].sum(1), room),
+        "by_position": pad(placed.sum(1), room),
         "tokens": members.sum((0, 1)),
-        "positions": pad(mask[:, :counted].sum(0).double(), room),
+        "positions": pad(present.sum(0).double(), room),
         "skipped": (~finite).sum().double(),
     }
 

@@ -56,9 +56,9 @@ def _tables(sites: Sequence[SiteVerdict], width: int) -> Iterator[RenderableType
     from attnlens.reporting.tables import text_table
 
     columns = ["", "kind", "seen by", "B·H·Q·K·D", "mask", "A·V − O", "Σ AVH + b", "rank W_O"]
-    names = ["site", "W_O"]
+    names = ["site", "W_O", "heads masked"]
     cells = [[str(number), *_cells(site)] for number, site in enumerate(sites)]
-    modules = [[site.site, site.projection or site.projection_reason] for site in sites]
+    modules = [[s.site, s.projection or s.projection_reason, s.masking] for s in sites]
     if width >= _WIDE:
         rows = [[*row, *pair] for row, pair in zip(cells, modules, strict=True)]
         yield text_table("", [*columns, *names], rows, left=[*columns, *names])

@@ -307,6 +307,8 @@ def _division(trail: _Trail, site: nn.Module) -> LayerDivision:
         for dim, owners in _divided(support)
         if not (name == "bias" and is_linear(module))
     ]
+    if layer.heads == 1:
+        weights = list(_of_only_head(trail, supports))
     weights += [
         DividedWeight(0, weight.owners, weight.module, "bias")
         for weight in weights
@@ -325,6 +327,16 @@ def _division(trail: _Trail, site: nn.Module) -> LayerDivision:
         arguments.append(DividedArgument(1, torch.eye(layer.heads).bool(), "position_bias"))
     weights.append(output_weight(layer))
     return LayerDivision(layer, trail.root, trail.scope, tuple(weights), tuple(arguments))
+
+
+def _of_only_head(trail: _Trail, supports: Sequence[list[Tensor]]) -> Iterator[DividedWeight]:
+    """Everything that linear modules before the context put out is of the only head there is."""
+    for (module, name), support in zip(trail.weights, supports, strict=False):
+        dim = _output_dim(module)
+        if name != "weight" or dim is None or not support or not support[dim].any():
+            continue
+        if support[dim].shape[-1] % trail.layer.width == 0:
+            yield DividedWeight(dim, torch.ones_like(support[dim]), module, name)
 
 
 def output_weight(layer: LayerHeads) -> DividedWeight:

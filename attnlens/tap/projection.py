@@ -62,12 +62,14 @@ class ProjectionSource:
                 if not isinstance(self.module, Conv1D):
                     matrix = matrix.flatten(1).T
             else:
-                pushed = self._push_identity(like)
+                # A wrapper without a weight may clip what it receives: linear up to a bound.
+                has_weight = adapted or isinstance(getattr(self.module, "weight", None), Tensor)
+                pushed = self._push_identity(like) if has_weight else None
                 if pushed is None:
                     kind = type(self.module).__name__
                     return None, (
                         f"{self.name} ({kind}) has no floating-point weight to slice into heads, "
-                        f"and is no linear map of what it receives either"
+                        f"and is not known to be a linear map of what it receives"
                     )
                 matrix, bias = pushed
             per_head = matrix.reshape(self.heads, self.width, -1)

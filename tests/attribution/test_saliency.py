@@ -232,3 +232,26 @@ def test_nothing_is_kept_without_gradients() -> None:
         layers = lens._tap.layers if lens._tap is not None else None
         assert layers is not None and not layers._late and not layers._tails
     assert not saliency.last
+
+
+def test_positions_count_from_the_first_real_token_on_either_side_of_padding() -> None:
+    from attnlens import Lens, TokenSaliency
+    from tests.support import models
+
+    model, sides = models.build("bert"), []
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
+    for mask in ([[1] * 6, [1] * 4 + [0] * 2], [[1] * 6, [0] * 2 + [1] * 4]):
+        keep = torch.tensor(mask)
+        real = keep.bool()
+        shifted = torch.ones_like(ids)
+        for row in range(2):
+            shifted[row, real[row]] = ids[row, : int(keep[row].sum())]
+        positions = (keep.cumsum(1) - 1).clamp(min=0)
+        with Lens(model, saliency := TokenSaliency(positions=8)):
+            output = model(shifted, attention_mask=keep, position_ids=positions)[0]
+            (output.square().sum(-1) * keep).sum().backward()
+        sides.append(saliency.compute())
+    right, left = sides
+    for name in ("position_norm", "position_product", "position_magnitude"):
+        found, expected = getattr(left, name), getattr(right, name)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, equal_nan=True)

@@ -15,7 +15,7 @@ from attnlens import HeadStatistics, Lens, mask_heads, prune_heads
 from attnlens.errors import InputError, UnsupportedAttentionError
 from attnlens.pruning.division import find_divisions, head_layout
 from attnlens.tap.trial import Trial
-from tests.support import heads
+from tests.support import heads, models
 from tests.support.hooks import is_clean
 from tests.support.models import HEADS, HIDDEN, LAYERS, WIDTH
 
@@ -353,3 +353,29 @@ def test_every_divided_weight_of_bert_is_found_and_no_other() -> None:
         expected = {(f"attention.self.{k}", n) for k in kinds for n in ("weight", "bias")}
         assert got == expected | {("attention.output.dense", "weight")}
         assert not layer.arguments
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_heads_go_one_by_one_until_none_is_left(name: str) -> None:
+    model, inputs = models.build(name), models.inputs(name)
+    with torch.no_grad(), mask_heads(model, {0: range(models.HEADS)}, inputs=inputs):
+        expected = model(**inputs)[0]
+    for _ in range(models.HEADS):
+        prune_heads(model, {0: [0]}, inputs=inputs)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs)[0], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_the_only_head_of_a_model_born_with_one(name: str) -> None:
+    family = models.FAMILIES[name]
+    config = family.config()
+    setattr(config, "num_heads" if name == "t5" else "num_attention_heads", 1)
+    model, inputs = models.initialise(family.model, config), models.inputs(name)
+    before = sum(parameter.numel() for parameter in model.parameters())
+    with torch.no_grad(), mask_heads(model, {1: [0]}, inputs=inputs):
+        expected = model(**inputs)[0]
+    prune_heads(model, {1: [0]}, inputs=inputs)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs)[0], expected, rtol=0, atol=1e-5)
+    assert sum(parameter.numel() for parameter in model.parameters()) < before

@@ -334,3 +334,24 @@ def test_attribution_accepts_derivatives_that_are_there(name: str, dtype: torch.
     with Lens(model, observer := HiddenTokenAttribution()), torch.no_grad():
         model(**inputs)
     assert len(observer.compute().layers) == models.LAYERS
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_rows_that_are_nan_still_lead_to_the_output_projection(heads: int) -> None:
+    class Torchs(PreTrainedModel):
+        config_class = PreTrainedConfig
+
+        def __init__(self) -> None:
+            super().__init__(PreTrainedConfig())
+            self.attention = nn.MultiheadAttention(8, heads, batch_first=True)
+
+        def forward(self, hidden: Tensor, pad: Tensor) -> Tensor:
+            return self.attention(hidden, hidden, hidden, key_padding_mask=pad)[0]
+
+    torch.manual_seed(0)
+    model, hidden = Torchs().train(), torch.randn(2, 5, 8)
+    pad = torch.tensor([[False] * 5, [True] * 5])
+    (capture,) = record(model, hidden, pad)
+    assert capture.context[1].isnan().all()
+    assert capture.value_space == "T"
+    assert torch.equal(capture.projection.flatten(0, 1).T, model.attention.out_proj.weight.detach())

@@ -25,6 +25,7 @@ from tests.support.hooks import is_clean
 
 INPUTS = models.text_inputs()
 NAMES = ["bert", "deberta"]
+ORIGINAL = AttentionInterface.get_interface
 
 
 def build(name: str) -> nn.Module:
@@ -316,6 +317,28 @@ def test_patches_of_others_go_on_and_stay(name: str, patched: list[str]) -> None
         model(**inputs)
     assert patched == ["sdpa"] * models.LAYERS
     assert len(statistics.compute().layers) == models.LAYERS
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_a_patch_that_is_made_inside_stays(name: str) -> None:
+    model, inputs = models.build(name), models.inputs(name)
+    asked: list[str] = []
+    try:
+        with Lens(model, statistics := HeadStatistics()), torch.no_grad():
+            inside = AttentionInterface.get_interface
+
+            def patch(self: Any, implementation: str, default: Any) -> Any:
+                asked.append(implementation)
+                return inside(self, implementation, default)
+
+            AttentionInterface.get_interface = patch  # type: ignore[method-assign]
+            model(**inputs)
+        assert AttentionInterface.get_interface is patch
+        expected = model(**inputs)
+        assert len(statistics.compute().layers) == models.LAYERS and len(asked) == 4
+        assert expected[0].isfinite().all()
+    finally:
+        AttentionInterface.get_interface = ORIGINAL  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("name", NAMES)
