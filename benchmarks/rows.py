@@ -31,8 +31,13 @@ from benchmarks.registry import Check, Comparison, Step, case
 # Lengths that are measured; up to 8192 takes half an hour on two cores.
 LENGTHS = tuple(map(int, os.environ.get("ATTNLENS_BENCHMARK_LENGTHS", "256,1024").split(",")))
 _VOCABULARY = 64
-_TOKENS = {"vocab_size": _VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_SDPA = {"attn_implementation": "sdpa"}
+_TOKENS: dict[str, Any] = {
+    "vocab_size": _VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_SDPA: dict[str, Any] = {"attn_implementation": "sdpa"}
 
 
 def gpt2(length: int) -> Any:
@@ -186,7 +191,8 @@ def _captures(forward: Forward) -> list[Capture]:
     recording = Recording(layers=[0, 1])
     with Lens(forward.model, recording):
         forward()
-    return recording.compute()
+    captures: list[Capture] = recording.compute()
+    return captures
 
 
 def _checks(name: str, capture: Capture) -> Iterator[Step]:
