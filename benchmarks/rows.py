@@ -22,9 +22,10 @@ from transformers import (
     Qwen3Model,
 )
 
-from attnlens import HeadStatistics, Lens, Recording
+from attnlens import HeadStatistics, Lens
 from attnlens.algebra.problem import problem
 from attnlens.algebra.rowwise import RowFactor
+from attnlens.attention import Recording
 from attnlens.capture import Capture
 from benchmarks.registry import Check, Comparison, Step, case
 
