@@ -120,7 +120,7 @@ def _measured(name: str, make: Callable[[int], Any], packed: bool = False) -> It
         bare_memory = max(_peak() - before, 1)
         for subject, value in _cpu_seconds(runs).items():
             taken[subject].append(value)
-        extra = max(_peak() - before - bare_memory, 0)
+        extra = max(_peak() - before - bare_memory, 4096)  # a page, if none
         for subject in ("null-space fields", "every field"):
             yield Comparison(
                 f"{name}, n = {length}",
