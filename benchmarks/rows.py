@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    Gemma2Config,
-    Gemma2Model,
     GPT2Config,
     GPT2Model,
     ModernBertConfig,
@@ -63,14 +61,16 @@ def qwen3(length: int) -> Any:
     )
 
 
-def gemma2(length: int) -> Any:
-    """D = 256 and grouped values, as Gemma 2 2B has; one sliding and one full layer."""
-    return Gemma2Model(
-        Gemma2Config(
+def wide(length: int) -> Any:
+    """The shape of Gemma 2 2B, D = 256 and grouped values, in the layers of Qwen3."""
+    return Qwen3Model(
+        Qwen3Config(
             num_hidden_layers=2,
             hidden_size=2304,
             intermediate_size=9216,
-            attn_logit_softcapping=None,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=256,
             max_position_embeddings=length,
             **_TOKENS,
             **_SDPA,
@@ -88,7 +88,7 @@ def modernbert(length: int) -> Any:
 MODELS: dict[str, Callable[[int], Any]] = {
     "GPT-2": gpt2,
     "Qwen3-0.6B": qwen3,
-    "Gemma-like, D = 256": gemma2,
+    "Gemma-like, D = 256": wide,
     "ModernBERT": modernbert,
 }
 
