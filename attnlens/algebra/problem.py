@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnlens.algebra.closed_forms import Outputs
-from attnlens.algebra.factors import SharedFactor, ValueBasis, shared_factor
+from attnlens.algebra.factors import SharedFactor, ValueBasis, condition_of_rows, shared_factor
 from attnlens.algebra.rowwise import RowFactor, RowGroups
 from attnlens.algebra.softmax import AttentionRows, RowSums
 from attnlens.algebra.supports import Support, support_of
@@ -273,6 +273,8 @@ class Problem:
             rows=self.rows.part(examples, queries, keys),
             support=self.support.part(examples, queries, keys),
         )
+        if "independent" in self.__dict__:
+            part.independent = self.independent[examples]
         if "_summed" in self.__dict__:
             sums, context = self._summed
             picked = RowSums(*(one[examples] for one in sums))
@@ -291,7 +293,16 @@ class Problem:
     @cached_property
     def condition(self) -> Tensor:
         """Condition number of T over all real keys, `[B, H]` float64, ≥ 1."""
-        return self.over_all_keys.condition(self.root, self.heads)
+        short = self.independent
+        if not bool(short.any()) or "over_all_keys" in self.__dict__:
+            return self.over_all_keys.condition(self.root, self.heads)
+        some, others = short.nonzero()[:, 0], (~short).nonzero()[:, 0]
+        found = self.values.new_empty((len(short), self.heads), dtype=torch.float64)
+        values, keys = self.values[some], self.support.keys[some]
+        found[some] = condition_of_rows(values, keys, self.root, self.heads)
+        if len(others):
+            found[others] = self.part(others).condition
+        return found
 
     @cached_property
     def basis(self) -> ValueBasis | RowFactor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from attnlens.observer import SumObserver, Sums
 from attnlens.results import LayeredResult
 from attnlens.saving import storable
 
-Fields = Literal["all", "null_space"]
+Fields = Literal["all", "null_space", "spectrum"]
 
 
 @storable()
@@ -101,8 +101,8 @@ class HeadStatistics(SumObserver):
 
     Args:
         layers: layer indices to look at; None looks at all.
-        fields: `"all"`, or `"null_space"` for what needs no pass over the attention logits:
-            tokens, rank, nullities, condition, `‖A⊥‖_F` and output norm. The rest is then NaN.
+        fields: `"all"`; `"null_space"` for tokens, rank, nullities, `‖A⊥‖_F` and output norm; or
+            `"spectrum"` for these and the condition. The rest is then NaN.
         rtol: relative threshold for the numerical rank, in `[1e-7, 1)`; by default
             `max(n, D) · eps(float32)`, n the number of real keys.
 
@@ -120,8 +120,10 @@ class HeadStatistics(SumObserver):
         rtol: float | None = None,
     ) -> None:
         super().__init__(layers)
-        if fields not in ("all", "null_space"):
-            raise InputError(f'fields must be "all" or "null_space". Got {fields!r}.')
+        if fields not in get_args(Fields):
+            raise InputError(
+                f"fields must be one of {', '.join(get_args(Fields))}. Got {fields!r}."
+            )
         self.fields = fields
         self.rtol = require_rtol(rtol)
 
@@ -133,7 +135,8 @@ class HeadStatistics(SumObserver):
         """
         posed = problem(capture, self.rtol)
         space, sums = null_space(posed, self.fields == "all")
-        self.add((capture.stack, capture.layer), _sums(capture, posed, space, sums))
+        fields = example_fields(posed, space, sums, spectrum=self.fields != "null_space")
+        self.add((capture.stack, capture.layer), _sums(capture, posed, space, sums, fields))
 
     def compute(self) -> HeadStatisticsResult:
         """Average over everything seen.
@@ -148,13 +151,16 @@ class HeadStatistics(SumObserver):
         return HeadStatisticsResult(layers, value_space=value_spaces(self), **stacked)
 
 
-def example_fields(posed: Problem, space: NullSpace, sums: HeadSums | None) -> Sums:
+def example_fields(
+    posed: Problem, space: NullSpace, sums: HeadSums | None, *, spectrum: bool = True
+) -> Sums:
     """Name what is known of every example and head.
 
     Args:
         posed: the call.
         space: its null-space quantities.
         sums: its sums over rows, or None.
+        spectrum: whether singular values are wanted.
 
     Returns:
         `[B, H]` float64 by the name of the field in the result.
@@ -166,10 +172,11 @@ def example_fields(posed: Problem, space: NullSpace, sums: HeadSums | None) -> S
         "nullity_min": space.nullity_min,
         "nullity_max": space.nullity_max,
         "simplex_nullity": space.simplex_nullity,
-        "condition": posed.condition,
         "effective_norm": space.effective_square.clamp(min=0).sqrt(),
         "output_norm": space.output_square.clamp(min=0).sqrt(),
     }
+    if spectrum:
+        fields["condition"] = posed.condition
     if sums is None:
         return fields
     return fields | {
@@ -180,9 +187,10 @@ def example_fields(posed: Problem, space: NullSpace, sums: HeadSums | None) -> S
     }
 
 
-def _sums(capture: Capture, posed: Problem, space: NullSpace, sums: HeadSums | None) -> Sums:
+def _sums(
+    capture: Capture, posed: Problem, space: NullSpace, sums: HeadSums | None, fields: Sums
+) -> Sums:
     """Per-head sums over the examples of one call that are real and finite, each `[H]`."""
-    fields = example_fields(posed, space, sums)
     least, most = fields.pop("nullity_min"), fields.pop("nullity_max")
     finite = space.finite > 0
     counted = finite & posed.active.any(-1)
@@ -268,7 +276,7 @@ def _averages(sums: Sums) -> Sums:
         "skipped": sums["skipped"],
         "nullity_min": torch.where(seen, sums["nullity_min"], torch.nan),
         "nullity_max": torch.where(seen, sums["nullity_max"], torch.nan),
-        "condition": mean("condition", sums["condition_count"]),
+        "condition": mean("condition", sums.get("condition_count", examples)),
         "correlation": mean("correlation", sums.get("correlation_count", examples)),
         "pooled_correlation": pooled_correlation(sums) if "entries" in sums else missing,
     }
