@@ -5,24 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from attnlens.algebra.factors import ValueBasis
+from attnlens.algebra.layer_level import LayerLevel, layer_level, layer_reads
+from attnlens.algebra.minimal_distribution import MinimalDistributions, minimal_distributions
+from attnlens.algebra.norm_weights import summed_norms
 from attnlens.algebra.problem import problem
 from attnlens.algebra.rowwise import RowFactor
 from attnlens.algebra.softmax import AttentionRows, EmptyRows
 from attnlens.algebra.supports import Support, support_of
-from attnlens.algebra.values import Reach, reach_of, repeated
-from attnlens.errors import CaptureError
+from attnlens.algebra.values import Reach, reach_of, repeated, working_dtype
+from attnlens.errors import CaptureError, InputError
 from attnlens.kernels import Backend
+from attnlens.kernels.ranks import require_rtol
+from attnlens.kernels.torch_gram import selected_rows
 from attnlens.results import facts_html
 from attnlens.saving import storable
+from attnlens.showing import Shown
 
 Kind = Literal["encoder", "decoder", "cross"]
 Link = Literal["first", "next", "broken"]
+Level = Literal["head", "layer"]
 
 
 @storable("part")
@@ -92,6 +99,17 @@ class OutputProjection:
     bias: Tensor | None = None
 
     @cached_property
+    def reads(self) -> Tensor:
+        """`W_O` of all heads together without what it does not write, `[H, D, R]` float64."""
+        return layer_reads(self.weight)
+
+    @property
+    def separates_heads(self) -> bool:
+        """Whether the stacked `W_O` has full row rank: no head can make up for another then."""
+        heads, width, rank = self.reads.shape
+        return rank == heads * width
+
+    @cached_property
     def reach(self) -> Reach:
         """What each head's slice reads of its context."""
         return reach_of(self.weight)
@@ -144,8 +162,8 @@ class HiddenState:
 
 
 @storable("entry")
-@dataclass(frozen=True, eq=False)
-class Capture:
+@dataclass(frozen=True, eq=False, repr=False)
+class Capture(Shown):
     """One attention call of one site, exactly as the model ran it; every tensor is detached.
 
     Attributes:
@@ -168,12 +186,19 @@ class Capture:
         sinks: logits of an extra softmax column, or None.
         output_projection: W_O as found by following the context, or None with `projection_reason`.
         projection_reason: why there is no `projection`; empty when there is one.
+        receiver: name of the module that received the context, which is W_O also where its weight
+            is not known; empty where none was found.
         implementation: the attention implementation that ran, such as `"sdpa"`; `"direct sdpa"` or
             `"softmax"` where the module runs its own.
         observed: `[B, H, Q, K]` A as seen in the model, where it was seen; else None.
         padding: `[B, N]` bool, the `attention_mask` that the encoder was given, True for real
             tokens; None where it was given none. Some models let padding attend to itself.
         backend: which kernels derived quantities are computed with, see :mod:`attnlens.kernels`.
+
+    Examples:
+        >>> capture = record(model, **batch)[0]
+        >>> torch.allclose(capture.attention() @ capture.value, capture.context, atol=1e-5)
+        True
     """
 
     site: str
@@ -193,6 +218,7 @@ class Capture:
     sinks: Tensor | None = None
     output_projection: OutputProjection | None = None
     projection_reason: str = ""
+    receiver: str = ""
     implementation: str = ""
     observed: Tensor | None = field(default=None, repr=False)
     padding: Tensor | None = field(default=None, repr=False)
@@ -317,20 +343,46 @@ class Capture:
         posed = problem(self, rtol)
         return posed.simplex_basis if simplex else posed.basis
 
-    def effective_attention(self, simplex: bool = False, rtol: float | None = None) -> Tensor:
+    def effective_attention(
+        self, simplex: bool = False, rtol: float | None = None, *, level: Level = "head"
+    ) -> Tensor:
         """Compute null-space effective attention `A⊥`.
 
         Args:
             simplex: keep the row sums of A.
             rtol: relative threshold for the numerical rank, in `[1e-7, 1)`; by default
                 `max(n, D) · eps(float32)`.
+            level: what sees it: the output of each `"head"`, or that of the `"layer"`, the sum of
+                all heads. What moves a model's answer is :func:`attnlens.effective_for`.
 
         Returns:
             `[B, H, Q, K]` with `A⊥ T = A T`, zero outside the mask. Heads whose values or output
             projection are not finite are NaN.
+
+        Raises:
+            InputError: if the level is none of these, or is to keep row sums.
         """
+        if level not in get_args(Level) or (level == "layer" and simplex):
+            raise InputError(
+                f'level must be "head", or "layer" without simplex. Got {level!r}, '
+                f"simplex={simplex!r}."
+            )
+        if level == "layer" and not self.known_projection.separates_heads:
+            return self.layer_level(rtol).maps(self.support).to(working_dtype(self.context))
         projected = self.value_basis(simplex, rtol).project(self.attention())
         return torch.where(problem(self, rtol).finite[..., None, None], projected, torch.nan)
+
+    def layer_level(self, rtol: float | None = None) -> LayerLevel:
+        """Look at the attention of all heads as the layer's output does; H must be known.
+
+        Args:
+            rtol: relative threshold for the numerical rank, in `[1e-7, 1)`.
+
+        Returns:
+            See :class:`attnlens.algebra.layer_level.LayerLevel`.
+        """
+        reads = self.known_projection.reads.to(self.context.device)
+        return layer_level(self.rows, self.value, self.support, reads, require_rtol(rtol))
 
     def projected_value(self) -> Tensor:
         """Compute `T = V H`, the values as they reach the residual stream.
@@ -341,11 +393,52 @@ class Capture:
         Raises:
             CaptureError: where H is not known, with the reason.
         """
+        return self.value @ self.known_projection.weight.to(self.value.dtype)
+
+    @property
+    def known_projection(self) -> OutputProjection:
+        """The output projection; a `CaptureError` with the reason where it is not known."""
         if self.output_projection is None:
             raise CaptureError(
                 f"{self.site} has no per-head output projection: {self.projection_reason}"
             )
-        return self.value @ self.output_projection.weight.to(self.value.dtype)
+        return self.output_projection
+
+    def minimal_distribution(self) -> MinimalDistributions:
+        """Find the distribution of least norm that gives the output of every row.
+
+        Returns:
+            See :func:`attnlens.functional.minimal_distribution`.
+        """
+        return minimal_distributions(problem(self))
+
+    def norm_weighted_attention(self, *, summed: bool = False) -> Tensor:
+        """Compute norm-weighted attention, `p_ij ‖T_j‖` (Kobayashi et al., EMNLP 2020).
+
+        Args:
+            summed: over heads as vectors, `‖Σ_h p^h_ij T^h_j‖`, which takes a known H.
+
+        Returns:
+            `[B, H, Q, K]`, or summed `[B, Q, K]` float64. Where H is not known, V stands in for T.
+
+        Raises:
+            CaptureError: if neither A nor the queries and keys are known; or where H is not known
+                and heads are to be summed, with the reason.
+        """
+        posed = problem(self)
+        if not summed:
+            attention = self.attention()
+            return attention * posed.value_norms[..., None, :].to(attention.dtype)
+        value = selected_rows(self.value, self.support.keys, torch.float64)
+        return summed_norms(self.rows, value, self.known_projection.weight)
+
+    def __repr__(self) -> str:
+        shape = "·".join(map(str, self.shape))
+        return (
+            f"Capture of {self.site}, layer {self.layer}, {self.kind}, {self.implementation}\n"
+            f"  B·H·Q·K·D = {shape}, {self.context.dtype} on {self.context.device}\n"
+            f"  output projection {self.projection_reason or 'known'}"
+        )
 
     def _repr_html_(self) -> str:
         batch, heads, queries, keys, width = self.shape

@@ -18,7 +18,7 @@ from attnlens.results import Result
 from attnlens.saving import storable
 from attnlens.tap.hooks import Hook
 from attnlens.tap.passing import output_tensors
-from attnlens.tap.sites import pretrained_inside
+from attnlens.tap.sites import Catalogue, pretrained_inside
 from attnlens.tap.trial import example_inputs
 
 # Largest |A·V − O| relative to the largest |O| that counts as the same, by storage type.
@@ -42,6 +42,7 @@ class SiteVerdict:
         site: qualified name of the attention module.
         layer: layer index in its stack.
         kind: encoder or decoder self-attention, or cross-attention.
+        kind_reason: what tells the kind, in words.
         tap: how A is known: the attention implementation of transformers' interface, or
             `"direct sdpa"` or `"softmax"` where the module runs its own attention.
         shape: `(B, H, Q, K, D)`.
@@ -60,6 +61,7 @@ class SiteVerdict:
     site: str
     layer: int
     kind: str
+    kind_reason: str
     tap: str
     shape: tuple[int, ...]
     windows: int
@@ -108,9 +110,10 @@ class Verdict(Result):
             else f"the output projection is known for {known} of them, and the values stand in "
             f"for T elsewhere"
         )
+        kinds = dict.fromkeys(f"{site.kind} ({site.kind_reason})" for site in self.sites)
         return (
             f"{self.model} works: all {len(self.sites)} attention calls were captured exactly, "
-            f"outputs are bit-identical, and {projection}."
+            f"outputs are bit-identical, and {projection}. Kinds of attention: {', '.join(kinds)}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,6 +140,11 @@ def check(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Verdict:
 
     Returns:
         The verdict. An unsupported model is a verdict too, not an error.
+
+    Examples:
+        >>> verdict = check(model, batch)
+        >>> verdict.supported, len(verdict.sites)
+        (True, 6)
     """
     name = type(model).__name__
     if inputs is None:
@@ -152,7 +160,8 @@ def check(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> Verdict:
         identical = len(plain) == len(looked) and all(map(_same, plain, looked))
         captures = recording.compute()
         outputs = _projection_outputs(model, inputs, captures)
-        sites = tuple(_site(capture, outputs) for capture in captures)
+        catalogue = Catalogue(model)
+        sites = tuple(_site(capture, catalogue, outputs) for capture in captures)
     inexact = [site for site in sites if not site.exact]
     reason = ""
     if not identical:
@@ -182,7 +191,7 @@ def _projection_outputs(
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if name in outputs:
-                stack.callback(module.register_forward_hook(keeper(name)).remove)
+                stack.callback(keeper(name).attach(module.register_forward_hook))
         _seeded(model, inputs)
     return outputs
 
@@ -193,7 +202,9 @@ def _same(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def _site(capture: Capture, outputs: Mapping[str, list[Tensor]]) -> SiteVerdict:
+def _site(
+    capture: Capture, catalogue: Catalogue, outputs: Mapping[str, list[Tensor]]
+) -> SiteVerdict:
     attention = capture.attention().double()
     value = capture.value.double()
     error = _relative(attention @ value, capture.context.double())
@@ -204,6 +215,7 @@ def _site(capture: Capture, outputs: Mapping[str, list[Tensor]]) -> SiteVerdict:
         site=capture.site,
         layer=capture.layer,
         kind=capture.kind,
+        kind_reason=_kind_reason(capture, catalogue),
         tap=capture.implementation,
         shape=capture.shape,
         windows=capture.windows,
@@ -215,6 +227,15 @@ def _site(capture: Capture, outputs: Mapping[str, list[Tensor]]) -> SiteVerdict:
         output_error=output_error,
         exact=exact,
     )
+
+
+def _kind_reason(capture: Capture, catalogue: Catalogue) -> str:
+    """What tells the kind of an attention call, and that its mask looks otherwise, if it does."""
+    reason = catalogue.kind(capture.site)[1]
+    future = capture.attention()[:, :, :-1].triu(1)
+    if capture.kind == "encoder" and future.numel() and not future.any():
+        return f"{reason}, though no token attends to a later one"
+    return reason
 
 
 def _output_error(capture: Capture, outputs: Mapping[str, list[Tensor]]) -> float | None:

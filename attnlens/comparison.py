@@ -88,6 +88,11 @@ def compare(
 
     Raises:
         InputError: if a model is in training mode, or the models' attention calls do not match.
+
+    Examples:
+        >>> drift = compare(model, model, [batch])
+        >>> float(drift.effective_cosine.min())
+        1.0
     """
     for name, model in (("model_a", model_a), ("model_b", model_b)):
         if model.training:

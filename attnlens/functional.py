@@ -7,11 +7,21 @@ functional.effective_attention(attention, value, mask)
 
 from attnlens.algebra.effective import effective_attention, value_basis
 from attnlens.algebra.factors import ValueBasis
+from attnlens.algebra.minimal_distribution import MinimalDistributions
 from attnlens.algebra.rowwise import RowFactor
 from attnlens.algebra.softmax import attention_weights
+from attnlens.attention.answer_level import answer_attention
 from attnlens.attention.gates import head_importance
 from attnlens.attention.label_sums import LabelMeans
-from attnlens.attention.of_tensors import head_statistics, label_attention
+from attnlens.attention.layer_health import layer_health
+from attnlens.attention.norms import mixing_ratio, rollout
+from attnlens.attention.of_tensors import (
+    head_health,
+    head_statistics,
+    label_attention,
+    minimal_distribution,
+    norm_statistics,
+)
 from attnlens.attribution.box_plots import box_statistics, share_histogram
 from attnlens.attribution.jacobian import Attribution, attribution_norms, hidden_token_attribution
 from attnlens.attribution.sketches import (
@@ -53,11 +63,18 @@ from attnlens.recovery.token_maps import Maps, apply_map, identified, map_loss, 
 
 __all__ = [
     # effective attention
+    "answer_attention",
     "attention_weights",
     "effective_attention",
+    "head_health",
     "head_importance",
     "head_statistics",
     "label_attention",
+    "layer_health",
+    "minimal_distribution",
+    "mixing_ratio",
+    "norm_statistics",
+    "rollout",
     "value_basis",
     # identifiability of one attention call
     "identifiability",
@@ -99,6 +116,7 @@ __all__ = [
     "Identifiability",
     "LabelMeans",
     "Maps",
+    "MinimalDistributions",
     "NormalEquations",
     "RealisabilityRank",
     "RowFactor",

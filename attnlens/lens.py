@@ -8,8 +8,7 @@ print(lens.summary())
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, get_args
@@ -25,18 +24,23 @@ from attnlens.errors import AttnLensError, AttnLensWarning, InputError, Unsuppor
 from attnlens.kernels import Backend, resolve
 from attnlens.observer import GradientObserver, LayerObserver, Observer
 from attnlens.results import facts_html
+from attnlens.showing import Shown
 from attnlens.tap.forwards import Mode
+from attnlens.tap.interrupts import attachment
 from attnlens.tap.selection import Kinds, select
 from attnlens.tap.sites import Catalogue, mixing_module
 from attnlens.tap.tap import Tap
 
+_SWITCH = "Call torch.backends.mha.set_fastpath_enabled(False) first."
 
-class Lens:
+
+class Lens(Shown):
     """Attach observers to a model for the duration of a `with` block.
 
     The model's outputs are bit-identical with and without a lens. Its configuration, masks,
     attention implementation and random state are not touched, and on exit, however it happens,
-    no hook and no patch is left.
+    no hook and no patch is left. Forward passes in other threads than the one that opened the
+    lens are not counted: each thread may open a lens with observers of its own, to be merged.
 
     Args:
         model: a `PreTrainedModel`, or any module with one inside.
@@ -54,6 +58,13 @@ class Lens:
     Raises:
         InputError: if an argument is of the wrong kind or value.
         UnsupportedAttentionError: on exit, if forward passes ran but no attention was seen.
+
+    Examples:
+        >>> with Lens(model, HeadStatistics()) as lens, torch.no_grad():
+        ...     output = model(**batch)
+        >>> result = lens.observers[0].compute()
+        >>> tuple(result.effective_fraction.shape)  # layers × heads
+        (6, 12)
     """
 
     def __init__(
@@ -87,7 +98,7 @@ class Lens:
         self.layers = None if wanted is None else list(wanted)
         self.selection = select(Catalogue(model), self.layers, kinds)
         self._tap: Tap | None = None
-        self._stack = ExitStack()
+        self._attachment = attachment(lambda stack: None)
 
     @property
     def active(self) -> bool:
@@ -99,20 +110,25 @@ class Lens:
             raise AttnLensError(
                 "This lens is active already. Open a second Lens to look twice at once."
             )
-        gradient = any(isinstance(observer, GradientObserver) for observer in self.observers)
+        # The tap must not know the lens: one that is dropped without an exit then detaches.
+        audience = _Audience(self.observers, self.backend)
         tap = Tap(
             self.selection,
-            self._dispatch,
+            audience.update,
             every=self.every,
             mode=self.on,
-            begin=self._begin,
-            deliver_gradient=self._dispatch_gradient if gradient else None,
+            begin=audience.begin,
+            deliver_gradient=audience.update_gradient if audience.wants_gradients else None,
             layer_observers=[o for o in self.observers if isinstance(o, LayerObserver)],
         )
-        with ExitStack() as stack:
-            tap.attach(stack)
-            self._stack = stack.pop_all()
-        self._tap = tap
+        self._attachment = attachment(tap.attach)
+        try:
+            next(self._attachment)
+            self._tap = tap
+        except BaseException:
+            self._attachment.close()
+            self._tap = None
+            raise
         return self
 
     def __exit__(
@@ -121,8 +137,10 @@ class Lens:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        tap, self._tap = self._tap, None
-        self._stack.close()
+        try:
+            tap, self._tap = self._tap, None
+        finally:
+            self._attachment.close()
         if kind is None and tap is not None:
             self._report_gaps(tap)
 
@@ -163,6 +181,15 @@ class Lens:
                 return stacked_maps(observer.compute(), stack, raw=raw)
         raise InputError("as_attentions() shows EffectiveAttention; this lens was given none.")
 
+    def __repr__(self) -> str:
+        layers = "all layers" if self.layers is None else f"layers {self.layers}"
+        state = "attached" if self.active else "not attached"
+        return (
+            f"Lens on {type(self.model).__name__}, {state}\n"
+            f"  {layers}, kinds {', '.join(sorted(self.selection.kinds))}\n"
+            f"  {', '.join(map(repr, self.observers))}"
+        )
+
     def _repr_html_(self) -> str:
         html = facts_html(
             "Lens",
@@ -177,34 +204,29 @@ class Lens:
                 html += observer.compute()._repr_html_()
         return html
 
-    def _begin(self, inputs: Mapping[str, Any]) -> None:
-        for observer in self.observers:
-            observer.begin_forward(inputs)
-
-    def _dispatch(self, capture: Capture) -> None:
-        if self.backend != "auto":
-            capture = replace(capture, backend=self.backend)
-        for observer in self.observers:
-            if observer.wants(capture):
-                observer.update(capture)
-
-    def _dispatch_gradient(self, capture: Capture, gradient: Tensor) -> None:
-        for observer in self.observers:
-            if isinstance(observer, GradientObserver) and observer.wants(capture):
-                observer.update_gradient(capture, gradient)
-
     def _report_gaps(self, tap: Tap) -> None:
         if not tap.forwards.count:
             mode = {"train": " in training mode", "eval": " in evaluation mode"}.get(self.on, "")
             warnings.warn(
                 f"No forward pass of {type(self.model).__name__}{mode} ran inside the lens, so its "
-                f"observers saw nothing.",
+                f"observers saw nothing.{_elsewhere(tap)}",
                 AttnLensWarning,
                 stacklevel=3,
             )
             return
+        if tap.forwards.without_values:
+            told = (
+                f"Forward passes under {' and '.join(sorted(tap.forwards.without_values))} ran "
+                f"inside the lens. Their tensors hold no values to look at, so they are missing "
+                f"from the results. Call the model itself inside the lens."
+            )
+            warnings.warn(told, AttnLensWarning, stacklevel=3)
+            if not tap.forwards.looked:
+                return
         silent = [] if tap.layers is None else tap.layers.silent
         if tap.layers is not None and not tap.layers.fired:
+            if tap.fused:
+                raise UnsupportedAttentionError(self._why_nothing(tap))
             raise UnsupportedAttentionError(
                 f"{tap.forwards.count} forward pass(es) ran inside the lens, but none called a "
                 f"layer such as {silent[0]} as a module, so its hidden states cannot be seen."
@@ -212,7 +234,15 @@ class Lens:
         if any(not isinstance(observer, LayerObserver) for observer in self.observers):
             if not tap.fired:
                 raise UnsupportedAttentionError(self._why_nothing(tap))
-            silent = [*silent, *tap.silent, *sorted(tap.fused)]
+            silent = [*silent, *tap.silent]
+        if tap.fused:
+            warnings.warn(
+                f"{_some(sorted(tap.fused))} ran torch's fused attention, which hides A. Their "
+                f"layers are missing from the results. {_SWITCH}",
+                AttnLensWarning,
+                stacklevel=3,
+            )
+            silent = [name for name in silent if name not in tap.fused]
         if tap.gradients is not None and not tap.gradients.delivered:
             warnings.warn(
                 "No gradient reached any attention inside the lens. Call backward() before the "
@@ -222,10 +252,9 @@ class Lens:
             )
         if not silent:
             return
-        names = ", ".join(silent[:3]) + (f" and {len(silent) - 3} more" if silent[3:] else "")
         warnings.warn(
-            f"These modules did not run inside the lens: {names}. Their layers are missing from "
-            f"the results.",
+            f"These modules did not run inside the lens: {_some(silent)}. Their layers "
+            f"are missing from the results.",
             AttnLensWarning,
             stacklevel=3,
         )
@@ -236,7 +265,7 @@ class Lens:
         if tap.fused:
             return (
                 f"{passes}, but {min(tap.fused)} ran torch's fused attention kernel, which hides "
-                f"A. Call torch.backends.mha.set_fastpath_enabled(False) first."
+                f"A. {_SWITCH}"
             )
         if tap.heard:
             return (
@@ -252,6 +281,45 @@ class Lens:
             f"({type(module).__name__}) mixes tokens by other means, so there is no attention "
             f"matrix A to look at."
         )
+
+
+class _Audience:
+    """The observers of a lens, and what they are told of attention calls."""
+
+    def __init__(self, observers: Sequence[Observer], backend: Backend) -> None:
+        self._observers = observers
+        self._backend = backend
+        self._gradients = [o for o in observers if isinstance(o, GradientObserver)]
+        self.wants_gradients = bool(self._gradients)
+
+    def begin(self, inputs: Mapping[str, Any]) -> None:
+        for observer in self._observers:
+            observer.begin_forward(inputs)
+
+    def update(self, capture: Capture) -> None:
+        if self._backend != "auto":
+            capture = replace(capture, backend=self._backend)
+        for observer in self._observers:
+            if observer.wants(capture):
+                observer.update(capture)
+
+    def update_gradient(self, capture: Capture, gradient: Tensor) -> None:
+        for observer in self._gradients:
+            if observer.wants(capture):
+                observer.update_gradient(capture, gradient)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+
+
+def _elsewhere(tap: Tap) -> str:
+    if not tap.elsewhere:
+        return ""
+    return (
+        f" {tap.elsewhere} began in other threads: open a lens with observers of its own in each "
+        f"thread, and merge() them."
+    )
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -270,6 +338,11 @@ def record(model: nn.Module, *args: Any, **inputs: Any) -> list[Capture]:
     Returns:
         The captures of the encoder's self-attention in the order of the calls. To see other
         attention, use `Lens(model, Recording(), kinds=...)`.
+
+    Examples:
+        >>> captures = record(model, **batch)
+        >>> len(captures), captures[0].kind, tuple(captures[0].context.shape)
+        (6, 'encoder', (2, 12, 19, 32))
     """
     recording = Recording()
     with Lens(model, recording), torch.no_grad():

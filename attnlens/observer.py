@@ -16,6 +16,8 @@ from attnlens.capture import Capture, HiddenState, LayerCapture
 from attnlens.errors import AttnLensError, AttnLensWarning, InputError
 from attnlens.results import LayerKey
 
+__all__ = ["ChainObserver", "GradientObserver", "LayerObserver", "Observer", "SumObserver"]
+
 Self = TypeVar("Self", bound="Observer")
 State = dict[str, Tensor]
 Sums = dict[str, Tensor]
@@ -38,9 +40,27 @@ class Observer(ABC):
     Args:
         layers: layer indices to look at; None looks at all that the lens delivers.
 
+    Raises:
+        InputError: if layers are no indices.
+
     Attributes:
         needs_backward: whether it sees nothing without a backward pass.
         alike: settings that must be equal in observers to be merged.
+
+    Examples:
+        >>> class Count(Observer):
+        ...     calls = 0
+        ...
+        ...     def update(self, capture):
+        ...         self.calls += 1
+        ...
+        ...     def compute(self):
+        ...         return self.calls
+        >>> count = Count()
+        >>> with Lens(model, count), torch.no_grad():
+        ...     output = model(**batch)
+        >>> count.compute()
+        6
     """
 
     needs_backward: ClassVar[bool] = False
@@ -48,7 +68,7 @@ class Observer(ABC):
     layers: frozenset[int] | None = None
 
     def __init__(self, layers: Iterable[int] | None = None) -> None:
-        self.layers = None if layers is None else frozenset(layers)
+        self.layers = None if layers is None else frozenset(checked_indices("layers", layers))
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.alike)
@@ -183,6 +203,22 @@ class LayerObserver(Observer):
 
     It sees every layer of the stacks a lens looks at, also those of which no result is wanted:
     derivatives go through them.
+
+    Examples:
+        >>> class Norms(LayerObserver):
+        ...     def __init__(self):
+        ...         self.norms = []
+        ...
+        ...     def update_layer(self, layer):
+        ...         self.norms.append(layer.output.norm(dim=-1).mean())
+        ...
+        ...     def compute(self):
+        ...         return torch.stack(self.norms)
+        >>> norms = Norms()
+        >>> with Lens(model, norms), torch.no_grad():
+        ...     output = model(**batch)
+        >>> len(norms.compute())
+        6
     """
 
     def wants(self, capture: Capture) -> bool:
@@ -306,6 +342,20 @@ class SumObserver(Observer):
 
     Attributes:
         sums: the sums of each layer by name.
+
+    Examples:
+        >>> class Largest(SumObserver):
+        ...     def update(self, capture):
+        ...         most = capture.attention().amax((0, 2, 3))
+        ...         self.add((capture.stack, capture.layer), {"largest_max": most})
+        ...
+        ...     def compute(self):
+        ...         return self.stacked(lambda sums: {"largest": sums["largest_max"]})[1]["largest"]
+        >>> largest = Largest()
+        >>> with Lens(model, largest), torch.no_grad():
+        ...     output = model(**batch)
+        >>> tuple(largest.compute().shape)
+        (6, 12)
     """
 
     def __init__(self, layers: Iterable[int] | None = None) -> None:
@@ -420,6 +470,25 @@ class SumObserver(Observer):
         )
 
 
+def checked_indices(name: str, indices: Iterable[int]) -> tuple[int, ...]:
+    """Refuse what is no list of indices, such as a single number.
+
+    Args:
+        name: of the argument.
+        indices: what a user passed.
+
+    Returns:
+        The indices.
+
+    Raises:
+        InputError: if they are none.
+    """
+    given = tuple(indices) if isinstance(indices, Iterable) else ()
+    if not isinstance(indices, Iterable) or not all(type(index) is int for index in given):
+        raise InputError(f"{name} must be a list of indices, such as [0, 3]. Got {indices!r}.")
+    return given
+
+
 def named_sums(sums: Mapping[LayerKey, Sums]) -> State:
     """Name the sums of layers `stack/layer/quantity`, and take them to the CPU."""
     return {
@@ -486,7 +555,7 @@ def label_members(labels: Tensor | None, real: Tensor, groups: int) -> Tensor:
     Raises:
         InputError: if labels are no integers, or not as many as there are tokens.
 
-    Example:
+    Examples:
         >>> real = torch.tensor([[True, True, False]])
         >>> label_members(torch.tensor([[1, 0, 1]]), real, 2).int().tolist()
         [[[0, 1], [1, 0], [0, 0]]]

@@ -15,6 +15,8 @@ from torch import Tensor
 from attnlens.errors import InputError
 from attnlens.saving import save
 
+__all__ = ["LayerKey", "LayeredResult", "Result"]
+
 LayerKey = tuple[str, int]
 """Stack and layer."""
 

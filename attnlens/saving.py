@@ -73,11 +73,16 @@ def save(
         tokens: tokens of each example, for the record.
 
     Raises:
-        InputError: if there is no form for such a result.
+        InputError: if there is no form for such a result, JSON cannot hold the settings, or the
+            file cannot be written.
+
+    Examples:
+        >>> save(record(model, **batch), folder / "captures.safetensors")
+        >>> len(load(folder / "captures.safetensors"))
+        6
     """
-    several = isinstance(result, (list, tuple))
-    kinds = {type(entry).__name__ for entry in (result if several else [result])}
-    if len(kinds) != 1 or not kinds <= (ENTRIES if several else RESULTS | ENTRIES).keys():
+    several, kinds = _kinds_of(result)
+    if not has_form(result):
         raise InputError(
             f"Results to save are one of {', '.join(RESULTS | ENTRIES)}, or a list of one of "
             f"{', '.join(ENTRIES)}. Got {', '.join(sorted(kinds))}"
@@ -99,6 +104,17 @@ def save(
     write_sealed(path, writer.tensors, header)
 
 
+def has_form(result: Any) -> bool:
+    """Tell whether a result, or a list, is one that :func:`save` can write."""
+    several, kinds = _kinds_of(result)
+    return len(kinds) == 1 and kinds <= (ENTRIES if several else RESULTS | ENTRIES).keys()
+
+
+def _kinds_of(result: Any) -> tuple[bool, set[str]]:
+    several = isinstance(result, (list, tuple))
+    return several, {type(entry).__name__ for entry in (result if several else [result])}
+
+
 def load(path: str | os.PathLike[str]) -> Any:
     """Read what :func:`save` wrote.
 
@@ -109,8 +125,12 @@ def load(path: str | os.PathLike[str]) -> Any:
         The result or the list, bit-identical to what was saved, on the CPU.
 
     Raises:
-        InputError: if the file is damaged, not from attnlens, or of another format.
-        FileNotFoundError: if there is no file.
+        InputError: if there is no file, or it is damaged, not from attnlens, or of another format.
+
+    Examples:
+        >>> save(record(model, **batch), folder / "captures.safetensors")
+        >>> load(folder / "captures.safetensors")[0].site
+        'encoder.layer.0.attention.self'
     """
     header, tensors = read_sealed(path)
     kind = _kind_of(path, header)
@@ -133,8 +153,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
         The header.
 
     Raises:
-        InputError: if the file is damaged, not from attnlens, or of another format.
-        FileNotFoundError: if there is no file.
+        InputError: if there is no file, or it is damaged, not from attnlens, or of another format.
     """
     return read_sealed(path)[0]
 

@@ -6,6 +6,10 @@ import math
 import os
 import random
 import re
+import resource
+import stat
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -26,6 +30,7 @@ from attnlens.files import (
     write_atomically,
     write_json,
     write_sealed,
+    write_tensors,
 )
 from attnlens.saving import load, read_header, save
 from tests.support import models
@@ -154,7 +159,7 @@ def test_a_header_that_is_no_json_is_refused(tmp_path):
 
 
 def test_a_missing_file_is_a_missing_file(tmp_path):
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(InputError, match=r"none\.safetensors: No such file"):
         load(tmp_path / "none.safetensors")
 
 
@@ -166,7 +171,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         raise OSError("disk full")
 
     monkeypatch.setattr("attnlens.files.os.replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(InputError, match=r"Cannot write .*a: disk full"):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
@@ -279,3 +284,96 @@ def test_two_hundred_damaged_files_are_all_refused(seen, tmp_path):
         path.write_bytes(broken)
         with pytest.raises(AttnLensError, match=r"a\.safetensors"):
             load(path)
+
+
+def test_permissions_and_links_of_a_replaced_file_are_kept(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "a", tmp_path / "link"
+    target.write_bytes(b"old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    write_atomically(link, b"new")
+    assert link.is_symlink() and target.read_bytes() == b"new"
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "elsewhere", "link"]
+
+
+@pytest.mark.parametrize("name", ["a" * 255, "é" * 127, "{{content}}", "a\nb", "\udcff"])
+def test_names_of_any_kind_are_written_and_read(result, tmp_path, name):
+    save(result, tmp_path / name)
+    assert_same(load(tmp_path / name), result)
+
+
+@pytest.mark.parametrize("write", [
+    lambda result, path: save(result, path),
+    lambda result, path: save_state(result.tensors(), path, {}),
+    lambda result, path: write_tensors(path, result.tensors()),
+    lambda result, path: write_json(path, {"a": list(range(3000))}),
+])  # fmt: skip
+def test_what_cannot_be_written_names_its_path_and_leaves_the_old_file(result, tmp_path, write):
+    """A folder, no folder, a name too long, a device, and a disk that is full."""
+    (tmp_path / "folder").mkdir()
+    for name, reason in (
+        ("folder", "it is a folder"),
+        ("no/file", "No such file or directory"),
+        ("n" * 300, "File name too long"),
+        ("zero\0byte", "null byte"),
+        ("/dev/full", "it is no ordinary file"),
+    ):
+        with pytest.raises(InputError, match=f"Cannot write .*{reason}"):
+            write(result, tmp_path / name)
+    old = tmp_path / "old"
+    old.write_bytes(b"old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(InputError, match=r"Cannot write .*old: .*File too large"):
+            write(result, old)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert old.read_bytes() == b"old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "old"]
+
+
+def test_settings_that_are_not_plain_are_refused(result, tmp_path):
+    circle = {}
+    circle["again"] = circle
+    for settings in ({"a": object()}, {"a": {1, 2}}, {("a",): 1}, circle, {"a": torch.ones(1)}):
+        with pytest.raises(InputError, match=r"a\.safetensors cannot be written.*not plain"):
+            save(result, tmp_path / "a.safetensors", settings=settings)
+        with pytest.raises(InputError, match="cannot be written as JSON"):
+            write_json(tmp_path / "a.json", settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_halves_of_surrogate_pairs_return(result, tmp_path):
+    path = tmp_path / "a.safetensors"
+    save(result, path, model="\ud800", tokens=[["\udfff", "a"]], settings={"\udc80": "\ud83d"})
+    header = read_header(path)
+    assert (header["model"], header["tokens"]) == ("\ud800", [["\udfff", "a"]])
+    assert header["settings"] == {"\udc80": "\ud83d"}
+
+
+def test_two_saves_are_the_same_bytes_in_any_process(tmp_path):
+    code = (
+        "import sys, torch\n"
+        "from attnlens import EffectiveAttention, HeadStatistics, HiddenTokenAttribution\n"
+        "from attnlens import Lens, save\n"
+        "from tests.support import models\n"
+        "seen = HeadStatistics(), EffectiveAttention(), HiddenTokenAttribution(2)\n"
+        "with Lens(models.build('bert'), *seen) as lens, torch.no_grad():\n"
+        "    lens.model(**models.inputs('bert'))\n"
+        "for place, observer in enumerate(seen):\n"
+        "    for again in 'ab':\n"
+        "        path = f'{sys.argv[1]}-{place}{again}'\n"
+        "        save(observer.compute(), path, settings={'x': 1, 'y': 2})\n"
+    )
+    for seed in ("1", "2"):
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / seed)], check=True, timeout=1800,
+            env=os.environ | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    contents = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(contents) == 12
+    for place in range(3):
+        assert len({contents[f"{seed}-{place}{again}"] for seed in "12" for again in "ab"}) == 1

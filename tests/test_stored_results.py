@@ -19,10 +19,12 @@ from tests.support.results import one_of_each
 from tests.test_saving import assert_same
 
 KINDS = (
-    "HeadStatisticsResult HeadImportanceResult LabelAttentionResult HiddenTokenAttributionResult "
-    "AttributionMatrices TokenSaliencyResult PassSaliency TokenIdentifiabilityResult HeadDrift "
-    "Identifiability SimplexWitness SoftmaxWitness RealisabilityRank Verdict PruningCurve Plan "
-    "PruningReport AttentionMap"
+    "HeadStatisticsResult HeadHealthResult LayerHealthResult NormStatisticsResult "
+    "ResidualMixingResult HeadImportanceResult LabelAttentionResult "
+    "HiddenTokenAttributionResult AttributionMatrices TokenSaliencyResult PassSaliency "
+    "TokenIdentifiabilityResult HeadDrift Identifiability SimplexWitness SoftmaxWitness "
+    "RealisabilityRank Verdict PruningCurve Plan PruningReport AttentionMap "
+    "MinimalDistributionResult LayerStatisticsResult EffectiveFor"
 ).split()
 ELSEWHERE = {"Capture"}  # tests/test_saving.py
 

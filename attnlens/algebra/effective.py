@@ -66,7 +66,7 @@ def value_basis(
     References:
         Brunner et al., ICLR 2020, section 3.
 
-    Example:
+    Examples:
         >>> value = torch.eye(3).repeat(2, 1)[None, None]  # six tokens, three of them distinct
         >>> value_basis(value).nullity
         tensor([[3]])
@@ -114,7 +114,7 @@ def effective_attention(
     References:
         Brunner et al., ICLR 2020, section 3.
 
-    Example:
+    Examples:
         >>> attention = torch.tensor([[[[0.5, 0.3, 0.2]]]])
         >>> value = torch.tensor([[[[1.0], [1.0], [0.0]]]])  # the first two values are equal
         >>> effective_attention(attention, value)

@@ -190,19 +190,19 @@ class SharedFactor:
             self.threshold,
         )
 
-    def condition(self, root: Tensor | None, heads: int) -> Tensor:
-        """Return the largest over the smallest singular value of T that counts.
+    def spectrum(self, root: Tensor | None, heads: int) -> Tensor:
+        """Return the squared singular values of T, ascending.
 
         Args:
             root: `[H, D, D]` float64 X with `X Xᵀ = H Hᵀ`; None takes T = V.
             heads: H, a multiple of the number of value heads.
 
         Returns:
-            `[B, H]` float64, NaN where nothing counts.
+            `[B, H, D]` float64.
         """
-        gram, rank = self.gram, self.rank
+        gram = self.gram
         if root is not None:
-            gram, rank = root.mT @ repeated(gram, heads) @ root, repeated(rank, heads)
+            gram = root.mT @ repeated(gram, heads) @ root
         squares = torch.linalg.eigvalsh(gram)
         doubtful = repeated(self.bound.isinf() & (self.rank > 0), squares.shape[1])
         if bool(doubtful.any()):  # a Gram matrix would square their condition number
@@ -214,7 +214,7 @@ class SharedFactor:
             sigma = torch.linalg.svdvals(triangle if root is None else triangle @ root[head])
             missing = squares.shape[-1] - sigma.shape[-1]
             squares[example, head] = torch.nn.functional.pad(sigma.square().flip(-1), (missing, 0))
-        return repeated(condition(squares, rank), heads)
+        return repeated(squares, heads)
 
     def basis(self, *, simplex: bool = False) -> ValueBasis:
         """Build the orthonormal basis that maps are projected on.

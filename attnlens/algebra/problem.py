@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from attnlens.algebra.closed_forms import Outputs
-from attnlens.algebra.factors import SharedFactor, ValueBasis, condition_of_rows, shared_factor
+from attnlens.algebra.factors import (
+    SharedFactor,
+    ValueBasis,
+    condition,
+    condition_of_rows,
+    shared_factor,
+)
 from attnlens.algebra.rowwise import RowFactor, RowGroups
 from attnlens.algebra.softmax import AttentionRows, RowSums
 from attnlens.algebra.supports import Support, support_of
@@ -295,7 +301,7 @@ class Problem:
         """Condition number of T over all real keys, `[B, H]` float64, ≥ 1."""
         short = self.independent
         if not bool(short.any()) or "over_all_keys" in self.__dict__:
-            return self.over_all_keys.condition(self.root, self.heads)
+            return condition(self.spectrum, repeated(self.over_all_keys.rank, self.heads))
         some, others = short.nonzero()[:, 0], (~short).nonzero()[:, 0]
         found = self.values.new_empty((len(short), self.heads), dtype=torch.float64)
         values, keys = self.values[some], self.support.keys[some]
@@ -303,6 +309,20 @@ class Problem:
         if len(others):
             found[others] = self.part(others).condition
         return found
+
+    @cached_property
+    def spectrum(self) -> Tensor:
+        """Squared singular values of T over all real keys, ascending, `[B, H, D]` float64."""
+        return self.over_all_keys.spectrum(self.root, self.heads)
+
+    @cached_property
+    def value_norms(self) -> Tensor:
+        """Lengths `‖T_j‖ = √(v_j H Hᵀ v_jᵀ)`, `[B, H, K]` float64, zero at masked keys."""
+        values = selected_rows(self.values, self.support.keys, self.dtype)
+        if self.root is not None:
+            values = repeated(values, self.heads) @ self.root.to(values.dtype)
+        norms: Tensor = torch.linalg.vector_norm(values, dim=-1)
+        return repeated(norms, self.heads).double()
 
     @cached_property
     def basis(self) -> ValueBasis | RowFactor:

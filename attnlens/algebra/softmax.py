@@ -46,11 +46,25 @@ def attention_weights(
     Returns:
         `[B, H, Q, K]` in `[0, 1]`; float64 for float64 queries, else float32.
 
-    Example:
+    Examples:
         >>> query = torch.zeros(1, 1, 2, 4)
         >>> attention_weights(query, torch.randn(1, 1, 5, 4))[0, 0, 0]
         tensor([0.2000, 0.2000, 0.2000, 0.2000, 0.2000])
     """
+    logits = attention_logits(query, key, scaling=scaling, mask=mask, bias=bias, softcap=softcap)
+    return _softmax(logits, mask, sinks, empty_rows)
+
+
+def attention_logits(
+    query: Tensor,
+    key: Tensor,
+    *,
+    scaling: float | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Compute what `attention_weights` takes the softmax of; −inf where a row may not attend."""
     working = working_dtype(query)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     logits = (query.to(working) * scaling) @ key.to(working).mT
@@ -58,11 +72,15 @@ def attention_weights(
         logits = softcap * torch.tanh(logits / softcap)
     if bias is not None:
         logits = logits + bias.to(working)
-    if mask is not None:
-        logits = logits.masked_fill(~mask, -torch.inf)
+    return logits if mask is None else logits.masked_fill(~mask, -torch.inf)
+
+
+def _softmax(
+    logits: Tensor, mask: Tensor | None, sinks: Tensor | None, empty_rows: EmptyRows
+) -> Tensor:
     if sinks is not None:
         column = sinks.reshape(1, -1, 1, 1) if sinks.dim() == 1 else sinks
-        column = column.to(working).expand(*logits.shape[:-1], 1)
+        column = column.to(logits.dtype).expand(*logits.shape[:-1], 1)
         return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
     if mask is None:
         return logits.softmax(-1)
@@ -79,12 +97,16 @@ class RowSums(NamedTuple):
         centred: `Σ_j (p_ij − total_i / n_i)²` over the n keys that the row sees.
         entropy: `−Σ_j p_ij log p_ij` in nats.
         resolution: what `centred` may be by rounding alone; a row below it is constant.
+        maximum: the largest entry of the row.
+        logsumexp: of the logits, an extra column's included; NaN where only A was seen.
     """
 
     total: Tensor
     centred: Tensor
     entropy: Tensor
     resolution: Tensor
+    maximum: Tensor
+    logsumexp: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,34 +157,46 @@ class AttentionRows:
         return not seen and self.softcap is None and self.sinks is None
 
     def attention(self, rows: slice | None = None) -> Tensor:
-        """Return A, before dropout, as the implementation that ran computed it.
+        """Compute A of some query rows, or of all by default, before dropout.
 
         Args:
-            rows: query rows to compute; all by default.
+            rows: which rows.
 
         Returns:
-            `[B, H, Q, K]` in `[0, 1]`, float32 or float64.
+            `[B, H, rows, K]`, in float64 where queries, or the A that was seen, are.
 
         Raises:
-            CaptureError: if the call kept neither A nor the queries and keys.
+            CaptureError: naming the call, if neither A nor queries and keys are there.
         """
         rows = slice(None) if rows is None else rows
         if self.observed is not None:
             return self.observed[:, :, rows].to(working_dtype(self.observed))
-        if self.query is None or self.key is None:
+        logits = self.logits(rows)
+        if logits is None:
             raise CaptureError(
                 f"{self.site} was captured without A and without queries and keys, so attention "
                 f"cannot be recomputed."
             )
-        return attention_weights(
+        return _softmax(logits, self.mask_rows(rows), _rows_of(self.sinks, rows), self.empty_rows)
+
+    def logits(self, rows: slice) -> Tensor | None:
+        """Return the scaled, capped, biased and masked logits of some rows.
+
+        Args:
+            rows: query rows to compute.
+
+        Returns:
+            `[B, H, q, K]`, −inf at masked keys; None where only A was seen.
+        """
+        if self.query is None or self.key is None:
+            return None
+        return attention_logits(
             self.query[:, :, rows],
             repeated(self.key, self.shape[1]),
             scaling=self.scaling,
             mask=self.mask_rows(rows),
             bias=_rows_of(self.bias, rows),
             softcap=self.softcap,
-            sinks=_rows_of(self.sinks, rows),
-            empty_rows=self.empty_rows,
         )
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -316,7 +350,7 @@ class AttentionRows:
             shape=(*source.shape[:3], length),
             query=query,
             key=key,
-            scaling=self._scale,
+            scaling=self.scale,
             mask=taken(mask),
             bias=taken(_rows_of(self.bias, rows)),
             causal=causal,
@@ -333,7 +367,8 @@ class AttentionRows:
         return torch.finfo(working_dtype(source)).eps
 
     @property
-    def _scale(self) -> float:
+    def scale(self) -> float:
+        """Factor on the logits, the default made explicit."""
         if self.scaling is not None or self.query is None:
             return 1.0 if self.scaling is None else self.scaling
         return float(self.query.shape[-1] ** -0.5)
@@ -348,7 +383,7 @@ class AttentionRows:
             mask=self.mask,
             bias=self.bias,
             causal=self.causal,
-            scaling=self._scale,
+            scaling=self.scale,
             backend=self.backend,
         )
         size = rows.size.double().clamp(min=1)
@@ -361,6 +396,8 @@ class AttentionRows:
             rows.centred.double(),
             rows.entropy.double(),
             torch.where(total > 0, resolution, 0),
+            rows.maximum.double(),
+            rows.logsumexp.double(),
         )
         return sums, rows.coordinates
 
@@ -370,22 +407,38 @@ class AttentionRows:
         for rows, attention in self.chunks():
             if values is not None:
                 products.append(_product(attention, repeated(values, self.shape[1])))
-            parts.append(row_sums(attention, support.mask(rows.start, rows.stop), self.precision))
+            visible = support.mask(rows.start, rows.stop)
+            parts.append(row_sums(attention, visible, self.precision, self._logsumexp(rows)))
         sums = RowSums(*(torch.cat(part, -1) for part in zip(*parts, strict=True)))
         return sums, torch.cat(products, -2) if products else None
+
+    def _logsumexp(self, rows: slice) -> Tensor | None:
+        """Log-sum-exp of some rows, an extra column's logit included; None where A was seen."""
+        logits = None if self.observed is not None else self.logits(rows)
+        if logits is None:
+            return None
+        total = logits.logsumexp(-1).double()
+        sinks = _rows_of(self.sinks, rows)
+        if sinks is None:
+            return total
+        column = sinks[:, None] if sinks.dim() == 1 else sinks[..., 0]
+        return torch.logaddexp(total, column.double())
 
 
 # Roundings of the entries of a row, within which it counts as constant.
 _ROUNDINGS = 4
 
 
-def row_sums(attention: Tensor, visible: Tensor, eps: float) -> RowSums:
+def row_sums(
+    attention: Tensor, visible: Tensor, eps: float, logsumexp: Tensor | None = None
+) -> RowSums:
     """Sum attention rows that are at hand.
 
     Args:
         attention: `[B, H, Q, K]` probabilities.
         visible: bool, broadcastable to `attention`, the keys of each row; others do not count.
         eps: relative rounding of the entries.
+        logsumexp: `[B, H, Q]` of the logits, where they are known.
 
     Returns:
         The sums, in float64.
@@ -397,7 +450,9 @@ def row_sums(attention: Tensor, visible: Tensor, eps: float) -> RowSums:
     apart = torch.where(visible, attention - mean[..., None].to(attention.dtype), 0.0)
     entropy = torch.special.entr(seen).sum(-1, dtype=torch.float64)
     resolution = (_ROUNDINGS * eps * total).square() / size
-    return RowSums(total, apart.square().sum(-1, dtype=torch.float64), entropy, resolution)
+    centred = apart.square().sum(-1, dtype=torch.float64)
+    logsumexp = torch.full_like(total, torch.nan) if logsumexp is None else logsumexp
+    return RowSums(total, centred, entropy, resolution, seen.amax(-1).double(), logsumexp)
 
 
 def _product(attention: Tensor, values: Tensor) -> Tensor:

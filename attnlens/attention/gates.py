@@ -52,7 +52,7 @@ def head_importance(
     References:
         Michel et al., "Are Sixteen Heads Really Better than One?", NeurIPS 2019, section 4.1.
 
-    Example:
+    Examples:
         >>> context = torch.tensor([[[[1.0, 2.0]], [[3.0, 0.0]]]])  # two heads, one token
         >>> head_importance(context, torch.tensor([[[[1.0, -1.0]], [[0.0, 4.0]]]]))
         tensor([1., 0.], dtype=torch.float64)

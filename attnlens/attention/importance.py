@@ -77,6 +77,13 @@ class HeadImportance(GradientObserver, SumObserver):
 
     References:
         Michel et al., "Are Sixteen Heads Really Better than One?", NeurIPS 2019, section 4.1.
+
+    Examples:
+        >>> importance = HeadImportance()
+        >>> with Lens(model, importance):
+        ...     model(**batch).last_hidden_state.square().mean().backward()
+        >>> bool((importance.compute().importance >= 0).all())
+        True
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class LabelMeans(NamedTuple):
     effective: Tensor
 
 
-def label_means(problem: Problem, members: Tensor) -> LabelMeans:
+def label_means(problem: Problem, members: Tensor, received: Tensor | None = None) -> LabelMeans:
     """Average raw and effective attention to each label over query rows.
 
     Where nothing is hidden from the output, `rank = n`, both are the same to the last bit.
@@ -39,13 +39,17 @@ def label_means(problem: Problem, members: Tensor) -> LabelMeans:
     Args:
         problem: the call.
         members: `[B, K, G]` bool M, from :func:`~attnlens.observer.label_members`.
+        received: `[B, H, K]`, the sums of A over the rows that count, where they are at hand.
 
     Returns:
         The means; NaN for examples without a row that counts.
     """
     active, factor = problem.active, problem.factor
-    received = selected_rows(problem.rows.product(members), active, torch.float64)
-    total = received.sum(-2)
+    if isinstance(factor, SharedFactor) and received is not None:
+        total = received @ members.double()
+    else:
+        rows = selected_rows(problem.rows.product(members), active, torch.float64)
+        total = rows.sum(-2)
     if isinstance(factor, SharedFactor):
         outputs, _ = problem.again(problem.ill_conditioned)
         effective = _shared_sums(
@@ -54,7 +58,7 @@ def label_means(problem: Problem, members: Tensor) -> LabelMeans:
         free = repeated(factor.free, problem.heads)[..., None]
         effective = torch.where(free, total, effective)
     else:
-        effective = _row_sums(problem, factor, received, members).sum(-2)
+        effective = _row_sums(problem, factor, rows, members).sum(-2)
     count = active.sum(-1)[..., None]
     return LabelMeans(total / count, effective / count)
 

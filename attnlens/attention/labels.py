@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlens.algebra.problem import Problem, problem
+from attnlens.attention.health import learned_sink_mass
 from attnlens.attention.label_sums import LabelMeans, label_means
 from attnlens.attention.spaces import projection_known, value_spaces
 from attnlens.capture import Capture
@@ -42,6 +43,8 @@ class LabelAttentionResult(LayeredResult):
         raw_error: standard error of `raw` over examples, `[L, H, G]`; NaN with one example.
         effective: mean effective attention, `[L, H, G]`.
         effective_error: standard error of `effective` over examples, `[L, H, G]`.
+        sink: mean attention that a learned sink column takes from all tokens, `[L, H]` in `[0, 1]`;
+            zero where a model has none. Raw attention to all tokens and this sum to one.
         value_space: `"T"` or, where H is unknown, `"V"`; one per row.
     """
 
@@ -55,6 +58,7 @@ class LabelAttentionResult(LayeredResult):
     raw_error: Tensor
     effective: Tensor
     effective_error: Tensor
+    sink: Tensor
     value_space: tuple[str, ...]
 
     ends: ClassVar = dict.fromkeys(
@@ -67,6 +71,7 @@ class LabelAttentionResult(LayeredResult):
         "tokens": "share of the label in the tokens of an example",
         "raw": "attention to the tokens of the label",
         "effective": "attention to the tokens of the label that the output can see",
+        "sink": "attention that a learned sink column takes from all tokens",
     }
 
 
@@ -91,6 +96,14 @@ class LabelAttention(SumObserver):
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, figures 1b, 1c and 5;
         Clark et al., "What Does BERT Look At?", BlackboxNLP 2019, section 3.2.
+
+    Examples:
+        >>> labels = (batch["input_ids"] < 1000).long()
+        >>> observer = LabelAttention(labels, ("word", "special or rare"))
+        >>> with Lens(model, observer), torch.no_grad():
+        ...     output = model(**batch)
+        >>> tuple(observer.compute().effective.shape)  # layers × heads × labels
+        (6, 12, 2)
     """
 
     alike = ("label_names", "rtol")
@@ -165,6 +178,7 @@ def _sums(capture: Capture, posed: Problem, means: LabelMeans, members: Tensor) 
     return {name: torch.where(counted, q, 0.0).sum(0) for name, q in quantities.items()} | {
         "examples": counted[..., 0].sum(0).double(),
         "skipped": (~finite).sum(0).double(),
+        "sink": torch.where(counted[..., 0], learned_sink_mass(posed), 0.0).sum(0),
         **projection_known(capture),
     }
 
@@ -173,7 +187,11 @@ def _averages(sums: Sums) -> Sums:
     """Turn a layer's sums into the fields of the result, `[H]` and `[H, G]`."""
     examples = sums["examples"]
     count = examples[:, None]
-    fields = {"examples": examples, "skipped": sums["skipped"]}
+    fields = {
+        "examples": examples,
+        "skipped": sums["skipped"],
+        "sink": sums["sink"] / examples,
+    }
     for name in ("present", "tokens", "raw", "effective"):
         fields[name] = sums[name] / count
     for name in ("raw", "effective"):

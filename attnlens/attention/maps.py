@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
 
 from attnlens.algebra.problem import problem
-from attnlens.capture import Capture
+from attnlens.capture import Capture, Kind
 from attnlens.errors import AttnLensError, InputError, MemoryBoundError
-from attnlens.observer import Observer
+from attnlens.observer import Observer, checked_indices
 from attnlens.results import LayerKey, Result
 from attnlens.saving import storable
+
+_KINDS = get_args(Kind)
+_TENSORS = ("raw", "effective", "mask", "value_norm", "minimal")
 
 
 @storable("entry")
@@ -29,6 +32,12 @@ class AttentionMap(Result):
         raw: `[B, h, Q, K]` float32, A.
         effective: `[B, h, Q, K]` float32, A⊥.
         mask: `[B, 1 or h, Q, K]` bool, True where a real query may attend.
+        kind: `"encoder"`, `"decoder"` or `"cross"` attention.
+        value_norm: `[B, h, 1, K]` float32, `‖T_j‖` (`‖V_j‖` where H is not known), so that
+            `raw * value_norm` is norm-weighted attention (Kobayashi et al., "Attention is Not Only
+            a Weight", EMNLP 2020); None where it is not known.
+        minimal: `[B, h, Q, K]` float32, the distribution of least norm with the same output; None
+            where it was not asked for.
     """
 
     stack: str
@@ -37,6 +46,9 @@ class AttentionMap(Result):
     raw: Tensor
     effective: Tensor
     mask: Tensor
+    kind: Kind = "encoder"
+    value_norm: Tensor | None = None
+    minimal: Tensor | None = None
 
     axes: ClassVar = {"example": "", "head": "heads", "query": "", "key": ""}
 
@@ -48,10 +60,19 @@ class EffectiveAttention(Observer):
         layers: layer indices to keep; None keeps all that the lens delivers.
         heads: head indices to keep; None keeps all.
         simplex: keep the row sums of A (`LN(`[T, 1]`)` instead of `LN(T)`).
+        minimal: keep the distribution of least norm with the same output too, which costs more
+            than the forward pass.
         max_bytes: bound on the memory of all kept maps; an error is raised before it is crossed.
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
+
+    Examples:
+        >>> maps = EffectiveAttention(layers=[3], heads=[7])
+        >>> with Lens(model, maps), torch.no_grad():
+        ...     output = model(**batch)
+        >>> tuple(maps.compute()[0].effective.shape)
+        (2, 1, 19, 19)
     """
 
     def __init__(
@@ -60,11 +81,13 @@ class EffectiveAttention(Observer):
         heads: Iterable[int] | None = None,
         *,
         simplex: bool = False,
+        minimal: bool = False,
         max_bytes: int = 2**30,
     ) -> None:
         super().__init__(layers)
-        self.heads = None if heads is None else tuple(heads)
+        self.heads = None if heads is None else checked_indices("heads", heads)
         self.simplex = simplex
+        self.minimal = minimal
         self.max_bytes = max_bytes
         self._maps: list[AttentionMap] = []
 
@@ -91,7 +114,8 @@ class EffectiveAttention(Observer):
                 f"0 to {heads - 1}."
             )
         masks = capture.support.keys.shape[1]
-        needed = batch * queries * keys * (8 * len(chosen) + masks)
+        kept = 12 if self.minimal else 8  # bytes of an entry
+        needed = batch * keys * (queries * (kept * len(chosen) + masks) + 4 * len(chosen))
         if self.kept_bytes + needed > self.max_bytes:
             raise MemoryBoundError(
                 f"Keeping {len(chosen)} head(s) of {capture.site} for {batch} example(s) of "
@@ -105,6 +129,9 @@ class EffectiveAttention(Observer):
         mask = capture.support.mask() & capture.real_rows[..., None]
         mask = mask[:, list(chosen)] if masks > 1 else mask
         index = list(chosen)
+        minimal = None
+        if self.minimal:
+            minimal = _kept(capture.minimal_distribution().distribution[:, index])
         self._maps.append(
             AttentionMap(
                 capture.stack,
@@ -113,6 +140,9 @@ class EffectiveAttention(Observer):
                 _kept(raw[:, index]),
                 _kept(effective[:, index]),
                 mask.to("cpu", copy=True),
+                capture.kind,
+                _kept(problem(capture).value_norms[:, index, None]),
+                minimal,
             )
         )
 
@@ -142,8 +172,10 @@ class EffectiveAttention(Observer):
         for index, kept in enumerate(self._maps):
             prefix = f"{index}/{kept.stack}/{kept.layer}"
             state[f"{prefix}/heads"] = torch.tensor(kept.heads)
-            for name in ("raw", "effective", "mask"):
-                state[f"{prefix}/{name}"] = getattr(kept, name)
+            state[f"{prefix}/kind"] = torch.tensor(_KINDS.index(kept.kind))
+            for name in _TENSORS:
+                if getattr(kept, name) is not None:
+                    state[f"{prefix}/{name}"] = getattr(kept, name)
         return state
 
     def add_state(self, state: Mapping[str, Tensor]) -> None:
@@ -161,7 +193,10 @@ class EffectiveAttention(Observer):
             index, rest = head.split("/", 1)
             stack, layer = rest.rsplit("/", 1)
             entry = entries.setdefault(int(index), ((stack, int(layer)), {}))
-            entry[1][quantity] = tuple(tensor.tolist()) if quantity == "heads" else tensor
+            if quantity == "heads":
+                entry[1][quantity] = tuple(tensor.tolist())
+            else:
+                entry[1][quantity] = _KINDS[int(tensor)] if quantity == "kind" else tensor
         maps = [
             AttentionMap(stack, layer, **parts)
             for _, ((stack, layer), parts) in sorted(entries.items())
@@ -211,7 +246,8 @@ def stacked_maps(
 
 
 def _nbytes(maps: Iterable[AttentionMap]) -> int:
-    return sum(m.raw.nbytes + m.effective.nbytes + m.mask.nbytes for m in maps)
+    tensors = (getattr(entry, name) for entry in maps for name in _TENSORS)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _kept(maps: Tensor) -> Tensor:

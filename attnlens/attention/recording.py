@@ -9,7 +9,15 @@ from attnlens.observer import Observer
 
 
 class Recording(Observer):
-    """Keep every capture it is handed, with the activations they hold, until `reset()`."""
+    """Keep every capture it is handed, with the activations they hold, until `reset()`.
+
+    Examples:
+        >>> recording = Recording()
+        >>> with Lens(model, recording), torch.no_grad():
+        ...     output = model(**batch)
+        >>> [capture.layer for capture in recording.compute()]
+        [0, 1, 2, 3, 4, 5]
+    """
 
     captures: list[Capture]
 

@@ -20,7 +20,7 @@ def share_histogram(shares: Tensor, members: Tensor) -> Tensor:
         Counts by label in :data:`HISTOGRAM_BINS` bins of equal width on `[0, 1]`,
         `[..., G, bins]` int64.
 
-    Example:
+    Examples:
         >>> counts = share_histogram(torch.tensor([[0.75, 0.5]]), torch.ones(1, 2, 1).bool())
         >>> counts.nonzero()[:, 1] / 4096
         tensor([0.5000, 0.7500])
@@ -43,7 +43,7 @@ def histogram_quantiles(counts: Tensor, probabilities: Tensor) -> Tensor:
         Quantiles, interpolated linearly between order statistics, `[..., N]` float64; NaN for an
         empty histogram.
 
-    Example:
+    Examples:
         >>> histogram_quantiles(torch.tensor([1, 0, 0, 1]), torch.tensor([0.0, 0.5])).tolist()
         [0.125, 0.5]
     """
@@ -71,7 +71,7 @@ def box_statistics(counts: Tensor) -> Tensor:
         Whiskers are the centres of the outermost occupied bins within 1.5 interquartile ranges
         of the quartiles.
 
-    Example:
+    Examples:
         >>> box_statistics(torch.tensor([0, 1, 1, 0])).tolist()
         [0.375, 0.4375, 0.5, 0.5625, 0.625]
     """

@@ -23,6 +23,7 @@ from attnlens.attribution.jacobian import (
     hidden_token_attribution,
 )
 from attnlens.attribution.sketches import leave_one_out
+from attnlens.attribution.tangents import derivative_errors
 from attnlens.capture import LayerCapture
 from attnlens.errors import InputError, MemoryBoundError, UnsupportedAttentionError
 from attnlens.observer import ChainObserver, Labels, SumObserver, label_members
@@ -60,6 +61,13 @@ class HiddenTokenAttribution(ChainObserver, SumObserver):
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 5.
+
+    Examples:
+        >>> attribution = HiddenTokenAttribution(probes=1)
+        >>> with Lens(model, attribution), torch.no_grad():
+        ...     output = model(**batch)
+        >>> len(attribution.compute().layers)
+        6
     """
 
     alike = ("label_names", "radius", "norm")
@@ -87,8 +95,8 @@ class HiddenTokenAttribution(ChainObserver, SumObserver):
             raise InputError(
                 'Aggregates are over all tokens: pass keep="matrices" to choose sources or targets.'
             )
-        if probes is not None and probes < 1:
-            raise InputError(f"probes must be positive, or None for exact. Got {probes}.")
+        if probes is not None and (not isinstance(probes, int) or probes < 1):
+            raise InputError(f"probes must be positive, or None for exact. Got {probes!r}.")
         check_norm(norm, exact=probes is None)
         self.probes = probes
         self.sources = sources
@@ -102,6 +110,7 @@ class HiddenTokenAttribution(ChainObserver, SumObserver):
         self.memory_budget = memory_budget
         self.max_bytes = max_bytes
         self.matrices: list[AttributionMatrices] = []
+        self._differentiable: set[str] = set()  # names of layers
         self._place = 0
         self._passes: Counter[str] = Counter()
 
@@ -200,6 +209,7 @@ class HiddenTokenAttribution(ChainObserver, SumObserver):
                 f"The layers {stack} are no chain of hidden states [B, K, M], along which tokens "
                 f"could be followed: {obstacle}."
             )
+        self._check_derivatives(chain)
         with _refusing(stack):
             return hidden_token_attribution(
                 [layer.rerun for layer in chain],
@@ -213,6 +223,26 @@ class HiddenTokenAttribution(ChainObserver, SumObserver):
                 seed=self.seed + self._place + self._passes[stack],
                 memory_budget=self.memory_budget,
             )
+
+    def _check_derivatives(self, chain: Sequence[LayerCapture]) -> None:
+        """Refuse layers in which derivatives vanish without an error; each is looked at once."""
+        for layer in chain:
+            if layer.name in self._differentiable:
+                continue
+            with _refusing(layer.stack):
+                errors = derivative_errors(layer.rerun, layer.hidden, chain[0].mask)
+            finite = errors[errors.isfinite()]
+            if not len(finite):
+                continue
+            worst = float(finite.max())
+            if worst > _LARGEST_ERROR[layer.hidden.dtype]:
+                raise UnsupportedAttentionError(
+                    f"Tokens cannot be followed through {layer.name}: its derivative is "
+                    f"{worst:.0%} off a finite difference. Something in it drops derivatives "
+                    f"without an error, such as a quantised module, detach() or NumPy. Attribute "
+                    f"the model without it."
+                )
+            self._differentiable.add(layer.name)
 
     def _is_wanted(self, layer: LayerCapture, depth: int) -> bool:
         wanted = self.layers
@@ -243,6 +273,15 @@ class HiddenTokenAttribution(ChainObserver, SumObserver):
                 f"max_bytes={self.max_bytes:,}. Choose fewer layers or targets, call reset() "
                 f"between batches, or raise max_bytes."
             )
+
+
+# Largest error of a derivative against a finite difference that rounding and curvature explain.
+_LARGEST_ERROR = {
+    torch.float64: 0.1,
+    torch.float32: 0.1,
+    torch.float16: 0.5,
+    torch.bfloat16: 0.5,
+}
 
 
 @contextmanager

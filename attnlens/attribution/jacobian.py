@@ -108,7 +108,7 @@ def hidden_token_attribution(
             hidden state, or a layer draws random numbers.
         MemoryBoundError: if the budget is too small for the spectral norm.
 
-    Example:
+    Examples:
         >>> mix = torch.tensor([[0.75, 0.25], [0.5, 0.5]])  # what each token takes from each
         >>> layers = [lambda state: mix @ state] * 2
         >>> attribution = hidden_token_attribution(layers, torch.ones(1, 2, 4), probes=None)
@@ -189,7 +189,7 @@ def attribution_norms(tangents: Tensor, norm: Norm = "fro") -> Tensor:
     Raises:
         InputError: if the norm is unknown, or spectral with fewer than M probes.
 
-    Example:
+    Examples:
         >>> tangents = torch.tensor([[3.0, 0.0], [0.0, 4.0]])[None, :, None, None]
         >>> attribution_norms(tangents), attribution_norms(tangents, "spectral")
         (tensor([[[5.]]]), tensor([[[4.]]]))

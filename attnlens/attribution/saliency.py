@@ -133,6 +133,13 @@ class TokenSaliency(LayerObserver, SumObserver):
             None: all share label 0.
         label_names: names of the G labels.
         positions: P, the number of positions from the first that are kept apart.
+
+    Examples:
+        >>> saliency = TokenSaliency()
+        >>> with Lens(model, saliency):
+        ...     model(**batch).last_hidden_state.square().mean().backward()
+        >>> len(saliency.compute().layers)  # what enters the first layer, and what leaves each
+        7
     """
 
     needs_backward = True

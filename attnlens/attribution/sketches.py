@@ -43,7 +43,7 @@ def source_probes(
     Raises:
         InputError: if `probes` lies outside 1 … M.
 
-    Example:
+    Examples:
         >>> probes = source_probes(6, 2, range(3), dtype=torch.float64)
         >>> (probes @ probes.mT).allclose(3 * torch.eye(2, dtype=torch.float64))
         True
@@ -84,7 +84,7 @@ def seed_tangents(hidden: Tensor, positions: Tensor, probes: Tensor) -> Tensor:
     Returns:
         Tangents, `[S, k, B, K, M]`, zero except at their own token.
 
-    Example:
+    Examples:
         >>> tangents = seed_tangents(torch.zeros(1, 3, 2), torch.tensor([2]), torch.ones(1, 1, 2))
         >>> tangents[0, 0, 0].tolist()
         [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
@@ -111,7 +111,7 @@ def contributions(
         sources. Padded sources and targets, and targets that depend on no source, hold zero;
         targets with a norm of NaN or Inf hold NaN.
 
-    Example:
+    Examples:
         >>> contributions(torch.tensor([[3.0, 0.0], [1.0, 0.0]])).tolist()
         [[0.75, 0.0], [0.25, 0.0]]
 
@@ -135,7 +135,7 @@ def leave_one_out(squares: Tensor) -> Tensor:
     Returns:
         Contributions without each probe, `[k, ..., S, T]` in `[0, 1]`.
 
-    Example:
+    Examples:
         >>> leave_one_out(torch.tensor([[[9.0], [9.0]], [[0.0], [16.0]]]))[..., 0].tolist()
         [[0.0, 1.0], [0.5, 0.5]]
     """
@@ -161,7 +161,7 @@ def jackknife(total: Tensor, replicates: Tensor, hidden_size: int) -> tuple[Tens
         Corrected quantity and variance, `[...]`. With a single probe the quantity is as it was
         and the variance NaN; an exact quantity has variance zero.
 
-    Example:
+    Examples:
         >>> corrected, variance = jackknife(torch.tensor(2.0), torch.tensor([1.0, 2.0]), 4)
         >>> corrected.item(), variance.item()
         (2.25, 0.125)
@@ -191,7 +191,7 @@ def jackknife_error(squares: Tensor, hidden_size: int) -> Tensor:
         several directions. True errors divided by them follow Student's t with k − 1 degrees of
         freedom, nearly.
 
-    Example:
+    Examples:
         >>> squares = torch.tensor([[[9.0], [9.0]], [[0.0], [16.0]]])
         >>> jackknife_error(squares, hidden_size=4)[..., 0]
         tensor([0.1768, 0.1768])

@@ -54,7 +54,7 @@ def tally_own(contribution: Tensor, mask: Tensor, members: Tensor | None = None)
     Raises:
         InputError: if the shapes do not go together, or the mask is not boolean.
 
-    Example:
+    Examples:
         >>> shares = torch.tensor([[[0.75, 0.5], [0.25, 0.5]]])
         >>> tally_own(shares, torch.ones(1, 2, dtype=torch.bool)).mean().item()
         0.625
@@ -78,7 +78,7 @@ def tally_not_main(contribution: Tensor, mask: Tensor, members: Tensor | None = 
     Raises:
         InputError: as there.
 
-    Example:
+    Examples:
         >>> shares = torch.tensor([[[0.75, 0.6], [0.25, 0.4]]])
         >>> tally_not_main(shares, torch.ones(1, 2, dtype=torch.bool)).total.item()
         1.0
@@ -103,7 +103,7 @@ def tally_distance(contribution: Tensor, mask: Tensor, members: Tensor | None = 
     Raises:
         InputError: as :func:`tally_own` does.
 
-    Example:
+    Examples:
         >>> shares = torch.tensor([[[0.75, 0.5], [0.25, 0.5]]])
         >>> tally_distance(shares, torch.ones(1, 2, dtype=torch.bool)).mean()[0, 0].item()
         0.375
@@ -131,7 +131,7 @@ def tally_offset(
     Raises:
         InputError: as :func:`tally_own` does.
 
-    Example:
+    Examples:
         >>> shares = torch.tensor([[[0.75, 0.5], [0.25, 0.5]]])
         >>> tally_offset(shares, torch.ones(1, 2, dtype=torch.bool), radius=1).total.tolist()
         [[0.5, 0.0, 0.25]]
@@ -159,7 +159,7 @@ def tally_labels(contribution: Tensor, mask: Tensor, members: Tensor) -> Tally:
     Raises:
         InputError: as :func:`tally_own` does.
 
-    Example:
+    Examples:
         >>> shares = torch.tensor([[[0.75, 0.5], [0.25, 0.5]]])
         >>> first_and_other = torch.eye(2).bool()[None]
         >>> tally_labels(shares, torch.ones(1, 2, dtype=torch.bool), first_and_other).total
@@ -192,7 +192,7 @@ def layer_profile(means: Tensor) -> Tensor:
     Returns:
         Percentages in `[0, 100]`, shaped as `means`; NaN for curves without data.
 
-    Example:
+    Examples:
         >>> layer_profile(torch.tensor([[0.25], [0.75]])).tolist()
         [[25.0], [75.0]]
 

@@ -57,7 +57,7 @@ def push_forward(
     Raises:
         InputError: if the layer changes the shape of its hidden state, or draws random numbers.
 
-    Example:
+    Examples:
         >>> hidden, tangents = torch.full((1, 1, 2), 3.0), torch.eye(2)[:, None, None]
         >>> push_forward(torch.square, hidden, tangents)[:, 0, 0].tolist()
         [[6.0, 0.0], [0.0, 6.0]]
@@ -95,7 +95,7 @@ def pull_back(
     Raises:
         InputError: as :func:`push_forward` does.
 
-    Example:
+    Examples:
         >>> weight = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
         >>> hidden, cotangents = torch.zeros(1, 1, 2), torch.tensor([[[[1.0, 0.0]]]])
         >>> pull_back(lambda state: state @ weight, hidden, cotangents).tolist()
@@ -128,13 +128,42 @@ def layer_output(layer: Layer, hidden: Tensor) -> Tensor:
         return _apply(run, hidden.new_zeros(1))
 
 
+def derivative_errors(layer: Layer, hidden: Tensor, mask: Tensor) -> Tensor:
+    """Compare a layer's derivative in one direction with a finite difference.
+
+    Operations that drop tangents, such as quantised ones or a detour through NumPy, raise no error:
+    the derivative is too small then.
+
+    Args:
+        layer: the layer, as for :func:`push_forward`.
+        hidden: the layer's input, `[B, K, M]`.
+        mask: True for real tokens, `[B, K]`; the others are left alone.
+
+    Returns:
+        Distance of both relative to the length of the finite difference, `[B]`; NaN for examples
+        that are not finite.
+    """
+    hidden = hidden.detach()
+    generator = torch.Generator().manual_seed(0)
+    real = mask[..., None]
+    size = hidden.float().square().mean(-1, keepdim=True).sqrt() * real  # of each token
+    direction = torch.randn(hidden.shape, generator=generator).to(hidden) * size.to(hidden.dtype)
+    pushed = push_forward(layer, hidden, direction[None])[0]
+    step = torch.finfo(hidden.dtype).eps ** (1 / 3)
+    with _differentiable():
+        above, below = (layer(hidden + sign * step * direction) for sign in (1, -1))
+    difference = (above.double() - below.double()) / (2 * step)
+    error = (pushed.double() - difference).where(real, 0).flatten(1).norm(dim=1)
+    return error / difference.where(real, 0).flatten(1).norm(dim=1)
+
+
 @contextmanager
 def _differentiable() -> Generator[None]:
     # Neither the fused kernels of scaled dot product attention nor the fast path of
     # nn.TransformerEncoderLayer has a forward-mode derivative.
     fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     try:
+        torch.backends.mha.set_fastpath_enabled(False)
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             yield
     finally:

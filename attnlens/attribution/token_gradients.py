@@ -34,7 +34,7 @@ def token_saliency(hidden: Tensor, gradient: Tensor, mask: Tensor | None = None)
     Returns:
         Gradient norm and gradient × input; NaN or Inf at tokens where an argument is.
 
-    Example:
+    Examples:
         >>> saliency = token_saliency(torch.ones(1, 1, 2), torch.tensor([[[3.0, -4.0]]]))
         >>> saliency.norm.item(), saliency.product.item()
         (5.0, -1.0)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
 def main() -> None:
     """Run `attnlens`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names and tokens may be no Unicode
+            stream.reconfigure(errors="backslashreplace")
     try:
         from attnlens.cli.commands import app
+
+        app(prog_name="attnlens")
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("typer", "rich"):
@@ -18,4 +24,3 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    app()

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, RenderableType
 
-from attnlens.cli.options import AsJson, ModelName
-from attnlens.cli.terminal import bars, print_json
-from attnlens.errors import InputError
-from attnlens.recipes.sentence import SentenceAttribution, attribute_sentence
-from attnlens.reporting.tables import text_table
-from attnlens.texts.reading import read_examples
+from attnlens.cli.options import AsJson, ModelName, Sentences, TextFiles, examples, indices_in
+from attnlens.cli.terminal import bars, print_json, say_idle
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from attnlens.recipes.sentence import SentenceAttribution
+
+
+LEGEND = (
+    "Shares are of the norms of the derivatives of a hidden state by the input tokens. Itself, or "
+    "own: the share of the token at that place."
+)
 
 
 def attribute(
+    context: typer.Context,
     model: ModelName,
-    text: Annotated[
-        str, typer.Option("--text", metavar="SENTENCE", help="The sentence; - is standard input.")
-    ],
-    layer: Annotated[
-        int, typer.Option("--layer", help="Layer to show; negative ones count from the end.")
-    ] = -1,
+    text: TextFiles = None,
+    sentence: Sentences = None,
+    layers: Annotated[
+        str, typer.Option("--layers", metavar="LIST", help="Layers to show, as in 0,3,-1.")
+    ] = "-1",
     top: Annotated[int, typer.Option("--top", min=1, help="Contributors to show.")] = 3,
     probes: Annotated[
         int, typer.Option("--probes", min=1, help="Probes per token: more are slower and closer.")
@@ -34,29 +39,34 @@ def attribute(
     as_json: AsJson = False,
 ) -> None:
     """Show which tokens of a sentence made each of its hidden states."""
-    with bars() as progress:
-        result = attribute_sentence(model, _sentence(text), None if exact else probes, progress)
+    from rich.console import Console
+
+    from attnlens.recipes.sentence import attribute_sentence
+
+    if exact:
+        say_idle(context, ("probes",), "with --exact")
     if as_json:
-        print_json(result.to_dict(layer))
+        say_idle(context, ("top",), "with --json, which holds all")
+    places = indices_in(layers, "--layers")
+    whole = " ".join(examples(text, sentence))
+    with bars() as progress:
+        result = attribute_sentence(model, whole, None if exact else probes, progress)
+    places = tuple(dict.fromkeys(map(result.layer, places)))
+    if as_json:
+        print_json(result.to_dict(places))
         return
     console = Console(highlight=False)
-    console.print(_contributors(result, result.layer(layer), top))
-    console.print()
+    for layer in places:
+        console.print(_contributors(result, layer, top))
+        console.print()
     console.print(_profile(result))
-
-
-def _sentence(text: str) -> str:
-    """The sentence that was given; a name of a file is taken for a mistake."""
-    sentence = " ".join(" ".join(read_examples("-") if text == "-" else [text]).split())
-    if not sentence:
-        raise InputError("There is no text.")
-    if len(sentence) < 256 and Path(sentence).is_file():
-        raise InputError(f"{sentence} is a file. To read it: --text - < {sentence}")
-    return sentence
+    console.print(f"\n[dim]{LEGEND}[/]")
 
 
 def _contributors(result: SentenceAttribution, layer: int, top: int) -> RenderableType:
     """The main contributors to every token at a layer."""
+    from attnlens.reporting.tables import text_table
+
     shares, sources = result.contribution[layer].topk(min(top, len(result.tokens)), dim=0)
     noise = 100 * result.standard_error[layer].mean()
     precision = "exact" if result.probes is None else f"± {noise:.1f} on average"
@@ -78,6 +88,8 @@ def _contributors(result: SentenceAttribution, layer: int, top: int) -> Renderab
 
 def _profile(result: SentenceAttribution) -> RenderableType:
     """How much of themselves tokens keep from layer to layer."""
+    from attnlens.reporting.tables import text_table
+
     columns = ["layer", "own contribution", "tokens made mainly by another"]
     shares = zip(result.own.mean(-1), result.not_main, strict=True)
     rows = [

@@ -2,69 +2,65 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from attnlens.cli.attribute import attribute
 from attnlens.cli.check import check
+from attnlens.cli.choices import EXAMPLES, MAX_TOKENS, MEGABYTES, Field
 from attnlens.cli.compare import compare
 from attnlens.cli.identify import identify
 from attnlens.cli.options import (
     AsJson,
     BatchSize,
+    Layers,
     Lines,
     MaxLength,
     ModelName,
-    Text,
-    names_in,
-    require_folder,
+    OutputFolder,
+    Overwrite,
+    PagePath,
+    Sentences,
+    TextFiles,
+    examples,
+    indices_in,
+    layers_in,
+    read_paths,
 )
 from attnlens.cli.prune import prune
 from attnlens.cli.scan import merge, scan
-from attnlens.cli.terminal import Commands, bars, print_json, say, writing
+from attnlens.cli.terminal import Commands, bars, print_json, say, say_idle
 from attnlens.errors import InputError
-from attnlens.files import make_folder, versions
-from attnlens.recipes.demonstration import report_demo
-from attnlens.recipes.head_report import FIELDS, HeadReport, report_heads
-from attnlens.recipes.page_content import PageContent
-from attnlens.reporting.tables import explanation, head_table
-from attnlens.texts.reading import read_examples
 
+if TYPE_CHECKING:
+    from attnlens.recipes.head_report import HeadReport
+
+# No rich markup in the help, whose import takes longer than the rest of it.
 app = typer.Typer(
-    cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
+    cls=Commands,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (attribute, check, compare, identify, prune, scan, merge):
     app.command()(command)
 
-if TYPE_CHECKING:
-    FieldName = str
-else:  # the choices are known when the program runs
-    FieldName = Literal[FIELDS]
-Field = Annotated[
-    FieldName,
-    typer.Option("--field", metavar="NAME", help=f"Quantity to show: {', '.join(FIELDS)}."),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option("--output", metavar="DIR", help="Write safetensors and JSON into this folder."),
-]
-PagePath = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write an interactive report.")
-]
+FieldOption = Annotated[Field, typer.Option("--field", help="Quantity to show.")]
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"attnlens {versions()['attnlens']}")
+        print(f"attnlens {version('attnlens')}")
         raise typer.Exit
 
 
 @app.callback()
 def options(
-    version: Annotated[
+    show_version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
@@ -73,55 +69,69 @@ def options(
 
 @app.command()
 def report(
+    context: typer.Context,
     model: ModelName,
-    text: Text,
+    text: TextFiles = None,
+    sentence: Sentences = None,
     lines: Lines = False,
-    field: Field = "effective_fraction",
+    field: FieldOption = "effective_fraction",
     as_json: AsJson = False,
-    output: Output = None,
+    output: OutputFolder = None,
+    overwrite: Overwrite = False,
     batch_size: BatchSize = 8,
     max_length: MaxLength = None,
-    layers: Annotated[
-        str | None,
-        typer.Option("--layers", help="Indices or module names, as in 0,3,-1; by default all."),
-    ] = None,
+    layers: Layers = None,
     html: PagePath = None,
     heads: Annotated[
         str | None,
-        typer.Option("--heads", help="Heads with maps in the report, as in 0,3; by default all."),
+        typer.Option("--heads", metavar="LIST", help="Heads with maps in the page, as in 0,3."),
     ] = None,
-    examples: Annotated[
+    examples_shown: Annotated[
         int,
-        typer.Option("--examples", min=1, help="Examples with maps in the report, from the first."),
-    ] = PageContent.examples,
+        typer.Option("--examples", min=1, help="Examples with maps in the page, from the first."),
+    ] = EXAMPLES,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Tokens of an example to show in the report.")
-    ] = PageContent.tokens,
+        int, typer.Option("--max-tokens", min=1, help="Tokens of an example to show in the page.")
+    ] = MAX_TOKENS,
     megabytes: Annotated[
-        float, typer.Option("--megabytes", min=2.5, help="Largest size of the report.")
-    ] = PageContent.megabytes,
+        float, typer.Option("--megabytes", min=2.5, help="Largest size of the page.")
+    ] = MEGABYTES,
     attribution: Annotated[
         bool,
         typer.Option(
             "--attribution",
-            help="Put hidden token attribution into the report: seconds per example.",
+            help="Put hidden token attribution into the page: seconds per example.",
         ),
     ] = False,
     identifiability: Annotated[
         bool,
         typer.Option(
             "--identifiability",
-            help="Put token identifiability into the report; needs some dozen examples.",
+            help="Put token identifiability into the page; needs some dozen examples.",
+        ),
+    ] = False,
+    minimal: Annotated[
+        bool,
+        typer.Option(
+            "--minimal",
+            help="Put the simplest attention with the same output into the page: seconds per "
+            "example.",
         ),
     ] = False,
 ) -> None:
     """Run text through a model and show one number per attention head."""
-    if html is None and (heads or attribution or identifiability):
-        raise InputError("--heads, --attribution and --identifiability need --html.")
-    _prepare(output, html)
-    shown = _heads(heads), examples, max_tokens, megabytes, attribution, identifiability
-    places = _layers(layers)
-    texts = read_examples(text, lines)
+    from attnlens.recipes.head_report import report_heads
+    from attnlens.recipes.page_content import PageContent
+
+    if html is None:
+        if heads or attribution or identifiability or minimal:
+            raise InputError("--heads, --attribution, --identifiability and --minimal need --html.")
+        say_idle(context, ("examples_shown", "max_tokens", "megabytes"), "without --html")
+    _prepare(context, as_json, output, overwrite, html, read_paths(model, text))
+    chosen = None if heads is None else indices_in(heads, "--heads")
+    shown = chosen, examples_shown, max_tokens, megabytes, attribution, identifiability, minimal
+    places = layers_in(layers)
+    texts = examples(text, sentence, lines)
     with bars() as progress:
         result = report_heads(
             model,
@@ -130,7 +140,7 @@ def report(
             batch_size=batch_size,
             max_length=max_length,
             page=None if html is None else PageContent(*shown),
-            about={"text": text, "lines": lines},
+            about={"text": text or [], "lines": lines},
             progress=progress,
         )
     _deliver(result, field, as_json, output, html)
@@ -138,64 +148,76 @@ def report(
 
 @app.command()
 def demo(
-    field: Field = "effective_fraction",
+    context: typer.Context,
+    field: FieldOption = "effective_fraction",
     as_json: AsJson = False,
-    output: Output = None,
+    output: OutputFolder = None,
+    overwrite: Overwrite = False,
     html: PagePath = None,
 ) -> None:
     """Show the heads of a packaged MiniLM sentence encoder reading twelve paragraphs."""
-    _prepare(output, html)
+    from rich.console import Console
+
+    from attnlens.recipes.demonstration import movable_attention, report_demo
+    from attnlens.recipes.page_content import PageContent
+
+    _prepare(context, as_json, output, overwrite, html, [])
     with bars() as progress:
         result = report_demo(None if html is None else PageContent(), progress)
     if not as_json:
         layers, heads = result.statistics.rank.shape
-        print(
+        Console(highlight=False).print(
             f"You are looking at the {layers} × {heads} attention heads of a sentence encoder "
             f"while it reads {result.examples} short paragraphs, one number per head.\n"
         )
     _deliver(result, field, as_json, output, html)
+    if not as_json:
+        moved = movable_attention().total_variation
+        layer, head = divmod(int(moved.argmax()), heads)
+        Console(highlight=False).print(
+            f"On the first paragraph, {moved.mean():.0%} of the attention could lie elsewhere, as "
+            f"a distribution with the same output; {moved.max():.0%} in head {head} of layer "
+            f"{layer}."
+        )
 
 
-def _prepare(output: Path | None, html: Path | None) -> None:
-    """Refuse what would fail only after the run."""
+def _prepare(
+    context: typer.Context,
+    as_json: bool,
+    output: Path | None,
+    overwrite: bool,
+    html: Path | None,
+    inputs: list[str],
+) -> None:
+    """Refuse what would fail only after the run, and say what does nothing."""
+    from attnlens.files import make_folder, require_writable
+
+    if as_json:
+        say_idle(context, ("field",), "with --json, which holds all")
     if html is not None:
-        require_folder(html)
+        require_writable(html, inputs)
     if output is not None:
-        make_folder(output)
-
-
-def _heads(text: str | None) -> tuple[int, ...] | None:
-    """Read `0,3`."""
-    if text is None:
-        return None
-    names = names_in(text)
-    if not names or not all(name.isdecimal() for name in names):
-        raise InputError(f"heads must be indices, as in 0,3. Got {text!r}.")
-    return tuple(dict.fromkeys(map(int, names)))
-
-
-def _layers(text: str | None) -> tuple[int | str, ...] | None:
-    """Read `0,3,-1` or module names."""
-    if text is None:
-        return None
-    names = names_in(text)
-    if not names:
-        raise InputError(f"layers must be indices or module names, as in 0,3,-1. Got {text!r}.")
-    return tuple(int(name) if name.lstrip("-").isdecimal() else name for name in names)
+        make_folder(output, inputs=inputs, overwrite=overwrite)
+    else:
+        say_idle(context, ("overwrite",), "without --output")
 
 
 def _deliver(
-    result: HeadReport, field: str, as_json: bool, output: Path | None, html: Path | None
+    result: HeadReport, field: Field, as_json: bool, output: Path | None, html: Path | None
 ) -> None:
     """Write and print a report."""
+    from rich.console import Console
+
+    from attnlens.reporting.tables import explanation, head_table
+
     for note in result.notes:
         say(note, "note")
     if html is not None and result.page is not None:
-        with writing(html):
-            result.page.save(html)
+        result.page.save(html)
+        say(f"Written to {html}.")
     if output is not None:
-        with writing(output):
-            result.write(output)
+        result.write(output)
+        say(f"Written to {output}.")
     if as_json:
         print_json(result.to_dict())
         return

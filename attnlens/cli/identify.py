@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, RenderableType
-from torch import Tensor
 
-from attnlens.cli.options import AsJson, BatchSize, Lines, MaxLength, ModelName, Text, names_in
-from attnlens.cli.terminal import bars, print_json, say
-from attnlens.errors import InputError
-from attnlens.recipes.identification import BRIEF, MAPS, Identification, Part, identify_texts
-from attnlens.recovery.map_training import MapTraining
-from attnlens.recovery.token_maps import Distance
-from attnlens.reporting.tables import rates_table, text_table
-from attnlens.texts.reading import read_examples
+from attnlens.cli.choices import EPOCHS, LEARNING_RATE, PATIENCE, Distance, Map, Part
+from attnlens.cli.options import (
+    AsJson,
+    BatchSize,
+    Layers,
+    Lines,
+    MaxLength,
+    ModelName,
+    Sentences,
+    TextFiles,
+    examples,
+    layers_in,
+)
+from attnlens.cli.terminal import bars, print_json, say, say_idle
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from torch import Tensor
+
+    from attnlens.recipes.identification import Identification
 
 
 def identify(
+    context: typer.Context,
     model: ModelName,
-    text: Text,
+    text: TextFiles = None,
+    sentence: Sentences = None,
     lines: Lines = False,
     part: Annotated[Part, typer.Option("--part", help="What to identify.")] = "both",
     witnesses: Annotated[
@@ -33,47 +45,59 @@ def identify(
         int, typer.Option("--witness-tokens", min=2, help="Tokens to keep of the longest text.")
     ] = 64,
     maps: Annotated[
-        str, typer.Option("--maps", help=f"Maps back to tokens, of: {', '.join(MAPS)}.")
-    ] = ",".join(MAPS),
+        list[Map] | None,
+        typer.Option("--map", help="Map back to tokens; may be repeated, by default all."),
+    ] = None,
     distance: Annotated[
         Distance, typer.Option("--distance", help="Of training and search.")
     ] = "cosine",
     epochs: Annotated[
         int, typer.Option("--epochs", min=1, help="Most epochs of training; 1000 in the paper.")
-    ] = BRIEF.max_epochs,
+    ] = EPOCHS,
     learning_rate: Annotated[
         float, typer.Option("--learning-rate", help="Of Adam; 1e-4 in the paper.")
-    ] = BRIEF.learning_rate,
+    ] = LEARNING_RATE,
     patience: Annotated[
         int, typer.Option("--patience", min=1, help="Epochs without progress; 20 in the paper.")
-    ] = BRIEF.patience,
+    ] = PATIENCE,
     seed: Annotated[int, typer.Option("--seed", help="Of the splits and the training.")] = 0,
     as_json: AsJson = False,
+    layers: Layers = None,
     batch_size: BatchSize = 8,
     max_length: MaxLength = None,
 ) -> None:
     """Tell whether outputs determine attention, and whether hidden states determine tokens."""
-    names = names_in(maps)
-    kinds = [kind for kind in MAPS if kind in names]
-    if not kinds or set(names) - set(MAPS):
-        raise InputError(f"maps must be some of {', '.join(MAPS)}. Got {maps!r}.")
+    from rich.console import Console
+
+    from attnlens.recipes.identification import MAPS, identify_texts
+    from attnlens.recovery.map_training import MapTraining
+
+    if part == "heads":
+        training_options = ("maps", "distance", "epochs", "learning_rate", "patience", "seed")
+        say_idle(context, training_options, "with --part heads")
+    if part == "tokens":
+        say_idle(context, ("witnesses", "witness_tokens"), "with --part tokens")
+    elif not witnesses:
+        say_idle(context, ("witness_tokens",), "without --witnesses")
+    places = layers_in(layers)
     training = MapTraining(
         learning_rate=learning_rate,
         max_epochs=epochs,
         patience=patience,
         progress=Console(stderr=True).is_terminal,
     )
-    texts = read_examples(text, lines)
+    texts = examples(text, sentence, lines)
     with bars() as progress:
         result = identify_texts(
             model,
             texts,
             part=part,
             witness_tokens=witness_tokens if witnesses else None,
-            maps=kinds,
+            maps=[kind for kind in MAPS if kind in (maps or MAPS)],
             distance=distance,
             training=training,
             seed=seed,
+            layers=places,
             batch_size=batch_size,
             max_length=max_length,
             progress=progress,
@@ -85,6 +109,10 @@ def identify(
 
 
 def _show(result: Identification) -> None:
+    from rich.console import Console
+
+    from attnlens.reporting.tables import rates_table
+
     console = Console(highlight=False, markup=False)
     if result.heads:
         console.print(_heads_table(result))
@@ -102,6 +130,8 @@ def _show(result: Identification) -> None:
 
 def _heads_table(result: Identification) -> RenderableType:
     """Share of texts whose attention is determined by the output, over the heads of a layer."""
+    from attnlens.reporting.tables import text_table
+
     title = f"Texts (of {result.texts}) in which outputs determine attention, %"
     columns = ["layer", "among all matrices", "among heads of its width", "n − rank(T)"]
     rows = [
@@ -118,6 +148,8 @@ def _heads_table(result: Identification) -> RenderableType:
 
 def _witness_table(result: Identification) -> RenderableType:
     """How far every head's attention can move."""
+    from attnlens.reporting.tables import text_table
+
     worst = max(layer.residual for layer in result.witnesses)
     title = (
         f"Other attention with the same output for {result.witness_tokens} tokens, right to "

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
+from typing import NamedTuple
 
 from attnlens.corpus.records import Entry, Record, Rejected
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive records of a corpus, which one process sorts by length and reads.
+    """Consecutive records of a corpus, which are sorted by length together.
 
     Attributes:
         index: number of the chunk in the corpus, from 0.
@@ -24,6 +26,36 @@ class Chunk:
     records: list[Record]
     line: int
     digest: str
+
+    def parts(self, most: int) -> list[Part]:
+        """Cut the records into parts, as even as they can be, that processes share out.
+
+        Args:
+            most: most records in a part.
+
+        Returns:
+            The parts, with records of similar length, the longest first. They depend on the chunk
+            alone, and not on who reads them.
+        """
+        order = sorted(range(len(self.records)), key=lambda place: -self.records[place].size)
+        count = -(-len(order) // most)
+        bounds = [len(order) * part // count for part in range(count + 1)]
+        return [
+            Part(start, [self.records[place] for place in order[start:end]])
+            for start, end in pairwise(bounds)
+        ]
+
+
+class Part(NamedTuple):
+    """Some records of a chunk, which one process reads.
+
+    Attributes:
+        start: number of records of the chunk in the parts before.
+        records: its records.
+    """
+
+    start: int
+    records: list[Record]
 
 
 def chunks(

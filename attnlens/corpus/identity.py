@@ -4,63 +4,111 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
 from hashlib import blake2b
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from attnlens.errors import InputError
 from attnlens.observer import Observer
 from attnlens.texts.batching import TextModel
 
-_SAMPLE = 1024
 _SENTENCE = "The 2nd test, naïvely: don't tokenise “this” twice!"
+# What tells where a model is from; its type is part of its weights.
+_NAMES = ("_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype")
+_MOST = 4  # differences that are named
+_SIDES = ("padding_side", "truncation_side", "model_max_length", "special_tokens_map")
 
 
-def model_identity(model: TextModel) -> dict[str, str]:
-    """Describe a model and its tokenizer by digests of what they are, not by their name.
+def model_identity(model: TextModel) -> dict[str, Any]:
+    """Describe a model and its tokenizer by what they are, not by their name.
 
     Args:
         model: the model.
 
     Returns:
-        Digests of weights and tokenizer. The former covers shape, type and a sample of every
-        tensor: fine-tuning changes it, and a large model is not read in full.
+        The whole configuration, the attention implementation, settings of the tokenizer, and
+        digests: of all weights, of what modules hold beside them, and of the tokenizer.
     """
+    config = model.model.config
+    settings = json.loads(config.to_json_string(use_diff=False))
     tokenizer = model.tokenizer
-    words = blake2b(type(tokenizer).__name__.encode(), digest_size=16)
+    return {
+        "weights": _weights(model.model),
+        "modules": _modules(model.model),
+        "config": {name: value for name, value in settings.items() if name not in _NAMES},
+        "attention": config._attn_implementation,
+        "tokenizer": _tokenizer(tokenizer),
+        **{name: _described(getattr(tokenizer, name)) for name in _SIDES},
+    }
+
+
+def _tokenizer(tokenizer: Any) -> str:
+    digest = blake2b(type(tokenizer).__name__.encode(), digest_size=16)
     for token, index in sorted(tokenizer.get_vocab().items()):
-        words.update(f"{token}\t{index}\n".encode(errors="surrogatepass"))
-    words.update(repr(tokenizer(_SENTENCE)["input_ids"]).encode())
-    return {"weights": _weights(model.model), "tokenizer": words.hexdigest()}
+        digest.update(f"{token}\t{index}\n".encode(errors="surrogatepass"))
+    if tokenizer.is_fast:
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        for changed_by_calls in ("truncation", "padding"):
+            rules.pop(changed_by_calls, None)
+        rules.pop("model", None)  # the vocabulary, which is known
+        digest.update(json.dumps(rules, sort_keys=True).encode())
+    digest.update(repr(tokenizer(_SENTENCE)["input_ids"]).encode())
+    return digest.hexdigest()
 
 
 def _weights(model: nn.Module) -> str:
+    """Digest of every parameter and buffer, by content."""
     digest = blake2b(type(model).__name__.encode(), digest_size=16)
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
-        step = max(1, tensor.numel() // _SAMPLE)
-        sample = tensor.detach().flatten()[::step].to("cpu")
-        digest.update(repr(sample.tolist()).encode())
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(content.numpy().data)
+    return digest.hexdigest()
+
+
+def _modules(model: nn.Module) -> str:
+    """Digest of the kinds of modules and of their plain attributes, such as `eps`."""
+    digest = blake2b(digest_size=16)
+    for name, module in model.named_modules():
+        attributes = {
+            key: value if _is_plain(value) else getattr(value, "__name__", "")
+            for key, value in sorted(vars(module).items())
+            if not key.startswith("_") and key not in ("training", *_NAMES)
+        }
+        digest.update(f"{name} {type(module).__name__} {attributes!r}\n".encode())
     return digest.hexdigest()
 
 
 def observer_identity(observer: Observer) -> dict[str, Any]:
-    """Describe an observer by its class and those of its settings that are plain values.
+    """Describe an observer by its class and its settings.
 
     Args:
-        observer: the observer.
+        observer: the observer, which has seen nothing.
 
     Returns:
-        Class and settings by name, as they are read back from JSON.
+        Class and settings by name, as they are read back from JSON. Modules and tensors are
+        described by digests; what is none of these, by its class.
     """
-    settings = {
-        name: sorted(value) if isinstance(value, frozenset) else value
-        for name, value in vars(observer).items()
-        if not name.startswith("_") and _is_plain(value)
-    }
+    settings = {n: _described(value) for n, value in vars(observer).items() if n[0] != "_"}
     described = {"class": type(observer).__name__, **settings}
     return dict(json.loads(json.dumps(described)))
+
+
+def _described(value: Any) -> Any:
+    if _is_plain(value):
+        return sorted(value) if isinstance(value, frozenset) else value
+    if isinstance(value, Mapping):
+        return {str(name): _described(entry) for name, entry in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return _described(asdict(value))
+    if isinstance(value, Tensor):
+        value = nn.ParameterList([nn.Parameter(value, requires_grad=False)])
+    if isinstance(value, nn.Module):
+        return _weights(value)
+    return type(value).__name__
 
 
 def require_same(
@@ -85,16 +133,19 @@ def require_same(
             )
 
 
-def _difference(written: Any, expected: Any) -> str:
+def _difference(written: Any, expected: Any, place: str = "") -> str:
     """The entries in which two descriptions differ."""
-    both = (written, expected)
-    if all(isinstance(one, Mapping) for one in both):
-        names = [n for n in written | expected if written.get(n) != expected.get(n)]
-        return ", ".join(f"{n} is {written.get(n)!r}, not {expected.get(n)!r}" for n in names)
-    if all(isinstance(one, list) for one in both) and len(written) == len(expected):
+    if isinstance(written, Mapping) and isinstance(expected, Mapping):
+        inside = place and f"{place}."
+        names = [n for n in {**written, **expected} if written.get(n) != expected.get(n)]
+        parts = [_difference(written.get(n), expected.get(n), f"{inside}{n}") for n in names]
+        more = f" and {len(parts) - _MOST} more" if parts[_MOST:] else ""
+        return ", ".join(parts[:_MOST]) + more
+    lists = isinstance(written, list) and isinstance(expected, list)
+    if lists and len(written) == len(expected):
         pairs = zip(written, expected, strict=True)
-        return "; ".join(_difference(one, other) for one, other in pairs if one != other)
-    return f"{written!r}, not {expected!r}"
+        return "; ".join(_difference(one, other, place) for one, other in pairs if one != other)
+    return f"{place and f'{place} is '}{written!r}, not {expected!r}"
 
 
 def _is_plain(value: Any) -> bool:

@@ -20,6 +20,8 @@ def merge_shards(
     out: str | os.PathLike[str],
     folders: Iterable[str | os.PathLike[str]],
     observers: Sequence[Observer] | None = None,
+    *,
+    overwrite: bool = False,
 ) -> Scan:
     """Merge the shards of a corpus, and write the results of the whole corpus.
 
@@ -29,17 +31,27 @@ def merge_shards(
             in them.
         observers: observers with the settings of those in the scans; by default they are made
             from the names that the scans were given.
+        overwrite: allow a folder for the results that holds something else, but no shard.
 
     Returns:
         The observers with what all shards saw.
 
     Raises:
         InputError: if a shard is missing, not finished, or of another scan.
+
+    Examples:
+        >>> given = (model, tokenizer, ["One sentence.", "And another."], ["head-statistics"])
+        >>> for shard in ((0, 2), (1, 2)):
+        ...     outcome = scan(*given, out=folder / "parts", shard=shard)
+        >>> merge_shards(folder / "all", [folder / "parts"]).counts.records
+        2
     """
-    paths = _complete([Path(folder) for folder in folders])
+    shards = [Path(folder) for folder in folders]
+    paths = _complete(shards)
+    folder = make_folder(out, inputs=shards, overwrite=overwrite)
     first = load_state(paths[0])[1]
     again = _made_again(first, paths[0]) if observers is None else tuple(observers)
-    about = {name: first[name] for name in ("model", "settings", "corpus")}
+    about = {name: first[name] for name in ("model", "settings", "corpus", "versions")}
     about["observers"] = [observer_identity(observer) for observer in again]
     state = State.of(again)
     for path in paths:
@@ -48,7 +60,7 @@ def merge_shards(
         if not noted["finished"]:
             raise InputError(f"{path} is not finished. Run its scan again, which resumes it.")
         state.add(tensors, noted)
-    results = write_results(make_folder(out), state, about, first["name"])
+    results = write_results(folder, state, about, first["name"])
     return Scan(again, state.counts, results=results)
 
 

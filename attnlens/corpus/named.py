@@ -11,14 +11,19 @@ from typing import Any
 import attnlens.attention as attention
 import attnlens.attribution as attribution
 import attnlens.recovery as recovery
-from attnlens.errors import InputError
+from attnlens.errors import AttnLensError, InputError
 from attnlens.observer import Observer
 
 _SHORT = {"attribution": "hidden-token-attribution"}
 
 
 def observer_names() -> dict[str, type[Observer]]:
-    """Return the observers that a corpus can be scanned with, by name."""
+    """Return the observers that a corpus can be scanned with, by name.
+
+    Examples:
+        >>> "head-statistics" in observer_names()
+        True
+    """
     rooms = (attention, attribution, recovery)
     kinds = (kind for room in rooms for kind in vars(room).values())
     named = {name_of(kind): kind for kind in kinds if _is_fit(kind)}
@@ -43,7 +48,12 @@ def named_observer(text: str, label_names: Sequence[str] = ()) -> Observer:
         The observer.
 
     Raises:
-        InputError: if there is no such observer, or it has no such setting.
+        AttnLensError: as its class raises it for wrong values.
+        InputError: if there is no such observer, or it has no such setting or value.
+
+    Examples:
+        >>> type(named_observer("attribution:probes=2")).__name__
+        'HiddenTokenAttribution'
     """
     name, _, settings = text.partition(":")
     kinds = observer_names()
@@ -59,7 +69,12 @@ def named_observer(text: str, label_names: Sequence[str] = ()) -> Observer:
         )
     if label_names and "label_names" in accepted:
         arguments.setdefault("label_names", tuple(label_names))
-    return kind(**arguments)
+    try:
+        return kind(**arguments)
+    except AttnLensError:
+        raise
+    except Exception as error:  # whatever a wrong value leads to in the class
+        raise InputError(f"{kind.__name__} cannot be made of {text!r}: {error}.") from error
 
 
 def require_fit(observer: Any) -> Observer:

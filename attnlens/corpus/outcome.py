@@ -12,10 +12,10 @@ from typing import Any
 from attnlens.corpus.named import name_of
 from attnlens.corpus.resuming import Counts, State
 from attnlens.corpus.shards import Shard
-from attnlens.errors import AttnLensError, AttnLensWarning, InputError
-from attnlens.files import versions, write_json
+from attnlens.errors import AttnLensError, AttnLensWarning
+from attnlens.files import write_json
 from attnlens.observer import Observer
-from attnlens.saving import save
+from attnlens.saving import has_form, save
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,18 +51,20 @@ def write_results(
     Returns:
         The results by name. A warning tells of an observer that has no result, and of a result
         that cannot be saved.
-
-    Raises:
-        InputError: if the folder cannot be written to.
     """
     results = _computed([sums.observer for sums in state.observers])
-    document = {"name": model, **about, **state.progress(), "versions": versions()}
-    try:
-        for name, result in results.items():
-            _save(result, folder / f"{name}.safetensors", model, about)
-        write_json(folder / "scan.json", document)
-    except OSError as error:
-        raise InputError(f"Cannot write to {folder}: {error.strerror or error}.") from error
+    for name, result in results.items():
+        path = folder / f"{name}.safetensors"
+        if has_form(result):
+            save(result, path, model=model, settings=about)
+        else:
+            kind = type(result).__name__
+            warnings.warn(
+                f"{path.name} was not written: a {kind} has no form in a file.",
+                AttnLensWarning,
+                stacklevel=2,
+            )
+    write_json(folder / "scan.json", {"name": model, **about, **state.progress()})
     return results
 
 
@@ -79,10 +81,3 @@ def _computed(observers: Sequence[Observer]) -> dict[str, Any]:
         except AttnLensError as error:
             warnings.warn(f"There is no result of {name}: {error}", AttnLensWarning, stacklevel=2)
     return results
-
-
-def _save(result: Any, path: Path, model: str, about: Mapping[str, Any]) -> None:
-    try:
-        save(result, path, model=model, settings=about)
-    except InputError as error:
-        warnings.warn(f"{path.name} was not written: {error}", AttnLensWarning, stacklevel=2)

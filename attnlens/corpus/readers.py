@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields as fields_of
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
 
 from attnlens.corpus.records import Entry, Fields, Record, Rejected, record_of
 from attnlens.errors import InputError
+from attnlens.texts.reading import COMPRESSED, open_bytes, open_text, reading
 
 Format = Literal["text", "jsonl", "csv", "tsv", "parquet", "dataset"]
 _SUFFIXES: dict[str, Format] = {
@@ -25,6 +28,7 @@ _SUFFIXES: dict[str, Format] = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
+_STANDARD_INPUT = Path("-")
 _LONGEST = 2**20  # most characters of a line that are held in memory
 
 
@@ -32,16 +36,24 @@ class Corpus:
     """Files of examples, which can be iterated over any number of times.
 
     An example is a line of a text file, an object of a JSONL file, or a row of a table. Only one
-    line is in memory at a time.
+    line is in memory at a time. Text, JSONL and CSV are UTF-8, or UTF-16 that begins with its mark,
+    and may be compressed, as `.gz` or `.zst`.
 
     Args:
         files: one file, or several that are read in this order. A folder is a data set that
-            `datasets.Dataset.save_to_disk` wrote.
+            `datasets.Dataset.save_to_disk` wrote, `-` is standard input.
         fields: names of the fields or columns of an example.
         format: format of the files; None chooses it by the suffix of each file.
 
     Raises:
-        InputError: if a file does not exist, or its format is unknown.
+        InputError: if a file does not exist, its format is unknown, or it has no fields and one
+            is named.
+
+    Examples:
+        >>> path = folder / "sentences.txt"
+        >>> _ = path.write_text("One sentence.")
+        >>> [record.text for record in Corpus(path)]
+        ['One sentence.']
     """
 
     def __init__(
@@ -59,13 +71,22 @@ class Corpus:
         if self.fields.words is not None and self.fields.pair is not None:
             raise InputError("Examples are words, or pairs of texts. Got fields for both.")
         self.files = [(Path(path), _format_of(Path(path), format)) for path in paths]
+        named = [field.name for field in fields_of(Fields) if self._names(field.name)]
+        for path, kind in self.files:
+            if kind == "text" and named:
+                raise InputError(
+                    f"{path} is text, a line each, and has no fields: to name that of the "
+                    f"{named[0]} does nothing. Leave it out, or name another format."
+                )
 
     def __iter__(self) -> Iterator[Entry]:
         for path, kind in self.files:
-            try:
+            with reading(path):
                 yield from _READERS[kind](path, self.fields)
-            except OSError as error:
-                raise InputError(f"Cannot read {path}: {error.strerror or error}.") from error
+
+    def _names(self, part: str) -> bool:
+        """Whether a field was named."""
+        return bool(getattr(self.fields, part) != getattr(Fields(), part))
 
     def lines(self) -> int:
         """Count the lines and rows of all files, also those that are no examples."""
@@ -102,24 +123,24 @@ def entries_of(items: Iterable[Any]) -> Iterator[Entry]:
 
 
 def _format_of(path: Path, format: Format | None) -> Format:
-    if not path.exists():
-        raise InputError(f"There is no file {path}.")
     if format is not None and format not in get_args(Format):
         raise InputError(f"format must be one of {', '.join(get_args(Format))}. Got {format!r}.")
+    if path == _STANDARD_INPUT:
+        return format or "text"
+    if not os.path.exists(path):
+        raise InputError(f"There is no file {path}.")
     if path.is_dir():
+        if format not in (None, "dataset"):
+            raise InputError(f"{path} is a folder, which is a data set and no {format}.")
         return "dataset"
-    kind = format or _SUFFIXES.get(path.suffix.lower())
+    plain = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
+    kind = format or _SUFFIXES.get(plain.suffix.lower())
     if kind is None:
         raise InputError(
             f"The format of {path} is unknown: its name ends in none of {', '.join(_SUFFIXES)}. "
             f"Name its format, one of {', '.join(get_args(Format))}."
         )
     return kind
-
-
-def _open(path: Path) -> TextIO:
-    # Bytes that are not UTF-8 become lone surrogates, which records refuse.
-    return open(path, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
 def _lines(file: TextIO) -> Iterator[tuple[int, str | None]]:
@@ -137,7 +158,7 @@ def _read_lines(
     path: Path, fields: Fields, entry_of: Callable[[str, Fields, str, int], Entry]
 ) -> Iterator[Entry]:
     """Read every line that is not blank."""
-    with _open(path) as file:
+    with open_text(path) as file:
         for number, line in _lines(file):
             if line is None:
                 yield Rejected(str(path), number, f"longer than {_LONGEST:,} characters")
@@ -161,32 +182,59 @@ def _object_of(line: str, fields: Fields, source: str, number: int) -> Entry:
 
 def _read_table(path: Path, fields: Fields, delimiter: str) -> Iterator[Entry]:
     """Read a table whose first row names the columns."""
-    with _open(path) as file:
-        refused = "x" * (csv.field_size_limit() + 1)  # replaces a line that is too long
-        lines = (refused if line is None else f"{line}\n" for _, line in _lines(file))
-        rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    with open_text(path) as file:
+        rows = _rows_of(_lines(file), delimiter)
         columns = _columns(rows, path, fields)
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                yield Rejected(str(path), rows.line_num, f"not CSV: {error}")
-                continue
-            if len(row) == len(columns):
-                entry = dict(zip(columns, row, strict=True))
-                yield record_of(entry, fields, str(path), rows.line_num)
+        for number, row in rows:
+            if isinstance(row, str):
+                yield Rejected(str(path), number, row)
+            elif len(row) == len(columns):
+                yield record_of(dict(zip(columns, row, strict=True)), fields, str(path), number)
             elif row:
                 reason = f"{len(row)} columns instead of {len(columns)}"
-                yield Rejected(str(path), rows.line_num, reason)
+                yield Rejected(str(path), number, reason)
 
 
-def _columns(rows: Iterator[list[str]], path: Path, fields: Fields) -> list[str]:
-    try:
-        columns = next(rows, [])
-    except csv.Error as error:
-        raise InputError(f"The first line of {path} names no columns: {error}.") from error
+def _rows_of(
+    lines: Iterator[tuple[int, str | None]], delimiter: str
+) -> Iterator[tuple[int, list[str] | str]]:
+    """Yield the rows of a table with the number of their last line, or why a line begins no row.
+
+    A row may hold line breaks between quotes. Where a quote is never closed, only the line that
+    opens it is lost: reading goes on after it.
+    """
+    waiting: deque[tuple[int, str | None]] = deque()
+    taken: list[tuple[int, str | None]] = []
+
+    def feed() -> Iterator[str]:
+        while line := waiting.popleft() if waiting else next(lines, None):
+            taken.append(line)
+            if line[1] is None:
+                raise csv.Error(f"longer than {_LONGEST:,} characters")
+            yield f"{line[1]}\n"
+
+    while True:
+        taken = []
+        try:
+            row = next(csv.reader(feed(), delimiter=delimiter, strict=True), None)
+        except csv.Error as error:
+            (first, _), *others = taken
+            waiting.extendleft(reversed(others))
+            quote = ", or a quote that is not closed" if others else ""
+            yield first, f"not CSV{quote}: {error}"
+            continue
+        if row is None:
+            return
+        yield taken[-1][0], row
+
+
+def _columns(rows: Iterator[tuple[int, list[str] | str]], path: Path, fields: Fields) -> list[str]:
+    _, columns = next(rows, (0, []))
+    if isinstance(columns, str):
+        raise InputError(f"The first line of {path} names no columns: {columns}.")
+    twice = sorted({name for name in columns if columns.count(name) > 1})
+    if twice:
+        raise InputError(f"{path} has several columns {twice[0]!r}. Rename all but one.")
     _require(columns, path, fields)
     return columns
 
@@ -255,7 +303,7 @@ def _datasets() -> Any:
 
 def _count_lines(path: Path) -> int:
     count, last = 0, b"\n"
-    with open(path, "rb") as file:
+    with reading(path), open_bytes(path) as file:
         while block := file.read(2**20):
             count += block.count(b"\n")
             last = block[-1:]

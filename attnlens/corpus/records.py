@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from attnlens.texts.reading import fault_of
+
 Label = str | int
 
 
@@ -19,6 +21,10 @@ class Record:
         labels: a label for every word, or None.
         source: the file.
         line: line in the file, or row of a data set, from 1.
+
+    Examples:
+        >>> Record("One sentence.").text
+        'One sentence.'
     """
 
     text: str | tuple[str, ...]
@@ -26,6 +32,12 @@ class Record:
     labels: tuple[Label, ...] | None = None
     source: str = ""
     line: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of characters, which is known before the number of tokens."""
+        words = (self.text,) if isinstance(self.text, str) else self.text
+        return sum(map(len, words)) + len(self.pair or "")
 
     @property
     def content(self) -> str:
@@ -63,6 +75,12 @@ class Fields:
         pair: field of a second text, or None.
         words: field of a list of words that replaces the text, or None.
         labels: field of a list of labels, one for each word, or None.
+
+    Examples:
+        >>> path = folder / "pairs.jsonl"
+        >>> _ = path.write_text('{"question": "Who?", "answer": "Nobody."}')
+        >>> [record.pair for record in Corpus(path, Fields(text="question", pair="answer"))]
+        ['Nobody.']
     """
 
     text: str = "text"
@@ -102,7 +120,7 @@ def record_of(entry: Any, fields: Fields, source: str, line: int) -> Entry:
 
 def _field(entry: Mapping[str, Any], name: str) -> Any:
     if name not in entry:
-        raise _Unfit(f"no field {name!r}")
+        raise _Unfit(f"no field {name!r}; there is {', '.join(map(repr, entry)) or 'none'}")
     return entry[name]
 
 
@@ -143,13 +161,8 @@ def _labels(entry: Mapping[str, Any], name: str | None, words: int) -> tuple[Lab
 
 
 def _encodable(text: str, name: str) -> str:
-    """Refuse text that is not Unicode: undecodable bytes and halves of surrogate pairs."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"U+{code:04X}"
-        raise _Unfit(f"{name!r} is not UTF-8: {what} at character {error.start}") from error
+    if fault := fault_of(text):
+        raise _Unfit(f"{name!r} {fault}")
     return text
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from attnlens.corpus.identity import require_same
@@ -18,6 +20,9 @@ from attnlens.files import load_state, save_state
 from attnlens.observer import Observer, part_of
 
 ANEW = "Choose another folder, or begin anew with resume=False."
+FILES = "*shard-*-of-*"
+"""Names of the files of a scan in its folder, the locks included."""
+
 _NAME = re.compile(r"shard-(\d+)-of-(\d+)\.safetensors")
 
 
@@ -143,14 +148,8 @@ def write(path: Path, state: State, about: Mapping[str, Any]) -> None:
         path: the file.
         state: the state.
         about: model, settings and observers of the scan.
-
-    Raises:
-        InputError: if it cannot be written.
     """
-    try:
-        save_state(state.tensors(), path, {**about, **state.progress()})
-    except OSError as error:
-        raise InputError(f"Cannot write {path}: {error.strerror or error}.") from error
+    save_state(state.tensors(), path, {**about, **state.progress()})
 
 
 def resume(path: Path, state: State, about: Mapping[str, Any]) -> None:
@@ -165,6 +164,31 @@ def resume(path: Path, state: State, about: Mapping[str, Any]) -> None:
         tensors, noted = load_state(path)
         require_same(noted, about, str(path), ANEW)
         state.restore(tensors, noted)
+
+
+@contextmanager
+def locked(folder: Path, shard: Shard) -> Iterator[None]:
+    """Let no other process scan the same shard into a folder.
+
+    Args:
+        folder: the folder.
+        shard: the shard.
+
+    Raises:
+        InputError: if another process does.
+    """
+    path = shard_path(folder, shard)
+    lock = FileLock(path.with_name(f".{path.stem}.lock"))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise InputError(
+            f"Another scan is writing to {folder}. Wait for its end, or choose another folder."
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def require_one_layout(folder: Path, shard: Shard) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from attnlens.corpus import resuming as checkpoint
-from attnlens.corpus.chunks import Chunk, chunks
+from attnlens.corpus.chunks import Chunk, Part, chunks
 from attnlens.corpus.identity import model_identity, observer_identity, require_same
 from attnlens.corpus.named import named_observer, require_fit
 from attnlens.corpus.outcome import Scan, write_results
@@ -24,8 +24,8 @@ from attnlens.corpus.records import Record, Rejected
 from attnlens.corpus.settings import Handling, OnError, Settings
 from attnlens.corpus.shards import Shard, shard_of
 from attnlens.corpus.token_labels import TokenLabels
-from attnlens.errors import InputError
-from attnlens.files import make_folder, remove_unfinished
+from attnlens.errors import AttnLensError, InputError
+from attnlens.files import make_folder, remove_unfinished, versions
 from attnlens.lens import Lens
 from attnlens.observer import Observer
 from attnlens.texts.batching import TextModel, TokenisedTexts
@@ -53,6 +53,7 @@ def scan(
     shard: Sequence[int] | None = None,
     progress: bool = False,
     name: str = "",
+    overwrite: bool = False,
 ) -> Scan:
     """Run a corpus of any size through a model while observers look on.
 
@@ -84,13 +85,20 @@ def scan(
             :func:`~attnlens.corpus.merge_shards` merges all parts.
         progress: show a bar with rate and time left.
         name: name of the model, for the record.
+        overwrite: allow an `out` that holds something else than a scan.
 
     Returns:
         The observers and how much was read.
 
     Raises:
         InputError: if an argument is of the wrong kind or value, `out` holds a checkpoint of
-            another scan, or an entry is no example and `on_error="raise"`.
+            another scan, something else or what is read, another process writes to it, nothing
+            is an example, or an entry is none and `on_error="raise"`.
+
+    Examples:
+        >>> outcome = scan(model, tokenizer, ["One sentence.", "And another."], [HeadStatistics()])
+        >>> outcome.counts.records
+        2
     """
     settings = Settings(batch_size, batch_tokens, chunk, max_length)
     reads = text_model(model, tokenizer, name)
@@ -106,10 +114,15 @@ def scan(
     # `attnlens merge` makes the same observers from these names.
     named = [observer if isinstance(observer, str) else "" for observer in observers]
     notes = {"name": reads.name, "named": named}
-    folder = None if out is None else Path(out)
-    with shard_of(shard) as part:
+    files = [str(path) for path, _ in corpus.files] if isinstance(corpus, Corpus) else []
+    with shard_of(shard) as part, ExitStack() as stack:
         shown = progress and part.index == 0
         handling = Handling(checkpoint_every, resume, on_error, report, shown)
+        folder = None
+        if out is not None:
+            inputs = [reads.name, *files]
+            folder = make_folder(out, inputs=inputs, own=checkpoint.FILES, overwrite=overwrite)
+            stack.enter_context(checkpoint.locked(folder, part))
         scanner = Scanner(reads, looking, settings, part, folder, notes)
         scanner.read(corpus, handling)
         return scanner.finish()
@@ -149,6 +162,7 @@ class Scanner:
             "settings": asdict(settings),
             "observers": [observer_identity(observer) for observer in self.observers],
             "shard": [shard.index, shard.count],
+            "versions": versions(),
         }
         self._lens = Lens(model.model, *self.observers)
 
@@ -168,10 +182,13 @@ class Scanner:
         self.state.counts.rejected = 0  # counted again, from the beginning
         written, last, line = time.monotonic(), 0, 0
         bar: Any = None
+        first: Rejected | None = None
         with ExitStack() as stack:
             log = stack.enter_context(_rejected_log(path))
 
             def reject(index: int, entry: Rejected) -> None:
+                nonlocal first
+                first = first or entry
                 if handling.on_error == "raise":
                     raise InputError(str(entry))
                 if self.shard.owns(index):
@@ -195,6 +212,9 @@ class Scanner:
                 line = chunk.line
         if last < done:
             raise self._other_corpus("ends before what was seen of it")
+        if not last:
+            reason = f"The first entry: {first}" if first else "It is empty"
+            raise InputError(f"There is no record in {_named(corpus)}. {reason}.")
         self.state.finished = True
         if path is not None:
             self._write(path)
@@ -209,7 +229,9 @@ class Scanner:
             self._gather()
         results: dict[str, Any] = {}
         if self.folder is not None and self.shard.writes:
-            about = {name: self.about[name] for name in ("model", "settings", "observers")}
+            about = {
+                name: self.about[name] for name in ("model", "settings", "observers", "versions")
+            }
             results = write_results(self.folder, self.state, about, self.model.name)
         return Scan(self.observers, self.state.counts, self.shard, results)
 
@@ -217,7 +239,7 @@ class Scanner:
         """Load the checkpoint of this process, if it exists, and return its path."""
         if self.folder is None:
             return None
-        checkpoint.require_one_layout(make_folder(self.folder), self.shard)
+        checkpoint.require_one_layout(self.folder, self.shard)
         path = checkpoint.shard_path(self.folder, self.shard)
         remove_unfinished(path)
         if handling.resume:
@@ -225,50 +247,58 @@ class Scanner:
         return path
 
     def _advance(self, chunk: Chunk, stack: ExitStack) -> None:
-        """Run the model on a chunk, unless it belongs to another process."""
-        if self.shard.owns(chunk.index):
-            if not self._lens.active:  # entered late: a process may own no chunk
+        """Run the model on the parts of a chunk that belong to this process."""
+        _require_one_kind(chunk.records)
+        for number, part in enumerate(chunk.parts(self.settings.batch_size), chunk.index):
+            if not self.shard.owns(number):
+                continue
+            if not self._lens.active:  # entered late: a process may own no part
                 stack.enter_context(self._lens)
             with ExitStack() as sums:
                 for observer in self.state.observers:
                     sums.enter_context(observer.chunk())
-                self._look(chunk)
+                self._look(part, chunk.index * self.settings.chunk + part.start)
         self.state.chunks, self.state.digest = chunk.index + 1, chunk.digest
 
-    def _look(self, chunk: Chunk) -> None:
-        """Run the model on a chunk, batch by batch."""
-        texts = self._tokenised(chunk.records)
-        settings = self.settings
-        parts = texts.groups(settings.batch_size, settings.batch_tokens)
-        for place, members in enumerate(parts):
+    def _look(self, part: Part, start: int) -> None:
+        """Run the model on a part, batch by batch, from a number of the first batch on."""
+        texts = self._tokenised(part.records)
+        batches = texts.groups(self.settings.batch_size, self.settings.batch_tokens)
+        for place, members in enumerate(batches, start):
             for observer in self.observers:
-                observer.seek(chunk.index * settings.chunk + place)
+                observer.seek(place)
             inputs = self.model.padded(texts, members)
-            with self.labels.given(texts, members, chunk.records), torch.no_grad():
+            with self.labels.given(texts, members, part.records), torch.no_grad():
                 self.model.model(**inputs)
-        counts = checkpoint.Counts(len(chunk.records), sum(texts.lengths), texts.truncated)
+        counts = checkpoint.Counts(len(part.records), sum(texts.lengths), texts.truncated)
         self.state.counts.add(counts)
 
     def _tokenised(self, records: Sequence[Record]) -> TokenisedTexts:
         texts = [record.text for record in records]
         pairs = [record.pair for record in records if record.pair is not None]
-        if len({type(text) for text in texts}) > 1 or 0 < len(pairs) < len(records):
-            raise InputError(
-                "Texts, pairs of texts and lists of words cannot be mixed in a corpus. Scan them "
-                "one after the other."
-            )
         return self.model.tokenise(texts, self.settings.max_length, pairs or None)
 
     def _gather(self) -> None:
         """Replace the state by the sum over all processes."""
         own = self.state.tensors(), self.state.progress()
-        for place, (tensors, progress) in enumerate(self.shard.gathered(own)):
+        for place, (tensors, progress) in enumerate(self._gathered(own)):
             if place == 0:
                 self.state.restore(tensors, progress)
                 continue
             corpus = {"corpus": self.state.progress()["corpus"]}
             require_same(progress, corpus, f"Process {place}", "All must be given the same.")
             self.state.add(tensors, progress)
+
+    def _gathered(self, own: Any) -> Iterator[Any]:
+        """What all processes have seen; an error that says how to go on where one was lost."""
+        try:
+            yield from self.shard.gathered(own)
+        except RuntimeError as error:
+            where = "" if self.folder is None else f" in {self.folder}"
+            raise AttnLensError(
+                f"Another process of this scan was lost. The same command goes on from the last "
+                f"checkpoint{where}."
+            ) from error
 
     def _write(self, path: Path) -> None:
         checkpoint.write(path, self.state, {**self.about, **self.notes})
@@ -277,6 +307,20 @@ class Scanner:
         return InputError(
             f"{self.folder} holds a scan of another corpus: this one {how}. {checkpoint.ANEW}"
         )
+
+
+def _require_one_kind(records: Sequence[Record]) -> None:
+    """Refuse records of which some have words or pairs, and some have none."""
+    if len({(type(record.text), record.pair is None) for record in records}) > 1:
+        raise InputError(
+            "Texts, pairs of texts and lists of words cannot be mixed in a corpus. Scan them one "
+            "after the other."
+        )
+
+
+def _named(corpus: Corpus | Iterable[Any]) -> str:
+    files = corpus.files if isinstance(corpus, Corpus) else []
+    return ", ".join(str(path) for path, _ in files) or "the corpus"
 
 
 @contextmanager

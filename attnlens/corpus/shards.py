@@ -19,7 +19,7 @@ _PATIENCE = timedelta(days=30)
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a corpus: every n-th chunk, from the i-th.
+    """A share of a corpus: every n-th part of its chunks, from the i-th.
 
     Attributes:
         index: i, from 0.
@@ -32,9 +32,9 @@ class Shard:
     count: int = 1
     group: Any = None
 
-    def owns(self, chunk: int) -> bool:
-        """Tell whether a chunk belongs to this part, by its number."""
-        return chunk % self.count == self.index
+    def owns(self, number: int) -> bool:
+        """Tell whether a part belongs to this share, by its number."""
+        return number % self.count == self.index
 
     @property
     def complete(self) -> bool:

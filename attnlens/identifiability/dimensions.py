@@ -40,7 +40,7 @@ def simplex_dimension(
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1.
 
-    Example:
+    Examples:
         >>> simplex_dimension(torch.tensor([33, 34, 40]), 33)  # D = 32: from 34 tokens on
         tensor([  0,  34, 280])
     """
@@ -82,7 +82,7 @@ def softmax_dimension(
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1, whose
         argument covers the row-stochastic family only.
 
-    Example:
+    Examples:
         >>> softmax_dimension(torch.tensor([33, 34, 40]), 32, 32)
         tensor([  0,  32, 224])
         >>> softmax_dimension(40, 32, 64)  # values twice as wide as queries
@@ -108,7 +108,7 @@ def softmax_threshold(query_width: int, value_width: int) -> int | None:
         n* such that :func:`softmax_dimension` is positive exactly for n > n*: D + 1 when R ≥ D,
         ⌊R(R + 1) / (2R − D)⌋ when R < D < 2R, None (no such length) when D ≥ 2R.
 
-    Example:
+    Examples:
         >>> softmax_threshold(64, 64), softmax_threshold(32, 48), softmax_threshold(32, 64)
         (65, 66, None)
     """
@@ -249,7 +249,7 @@ def identifiability(
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1. The threshold
         for row-stochastic matrices is n > D + 1, one more than stated there.
 
-    Example:
+    Examples:
         >>> query = torch.zeros(1, 1, 4, 2)
         >>> value = torch.tensor([[[[0.0], [1.0], [2.0], [4.0]]]])  # n = 4 > D + 1 = 2
         >>> identifiability(query, query, value).simplex_nullity

@@ -43,6 +43,12 @@ def identify(capture: Capture, *, rtol: float | None = None) -> Identifiability:
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1.
+
+    Examples:
+        >>> capture = record(model, **batch)[0]
+        >>> found = identify(capture)
+        >>> bool(found.identifiable_simplex.all())  # 19 tokens in 32 dimensions
+        True
     """
     _require_whole_rows(capture)
     width = None
@@ -66,6 +72,11 @@ def simplex_witness(
 
     Raises:
         CaptureError: if rows of A do not sum to one because of attention sinks.
+
+    Examples:
+        >>> witness = simplex_witness(record(model, **batch)[0])
+        >>> bool(witness.exists.any())  # 19 tokens in 32 dimensions leave no freedom
+        False
     """
     _require_whole_rows(capture)
     return simplex_witness_of(_posed(capture, rtol), capture.attention(), generator)
@@ -93,6 +104,11 @@ def softmax_witness(
 
     Raises:
         CaptureError: if A is not a plain softmax of the call's queries and keys.
+
+    Examples:
+        >>> witness = softmax_witness(record(model, **batch)[0])
+        >>> bool(witness.exists.any())  # 19 tokens in 32 dimensions leave no freedom
+        False
     """
     query, key = _plain_logits(capture)
     return softmax_witness_of(
@@ -126,6 +142,11 @@ def realisability_rank(
 
     Raises:
         CaptureError: if A is not a plain softmax of the call's queries and keys.
+
+    Examples:
+        >>> rank = realisability_rank(record(model, **batch)[0])
+        >>> int(rank.attention_rank.max()) <= 32
+        True
     """
     query, key = _plain_logits(capture)
     # In float64, because small probabilities that vanish in float32 have logits too.

@@ -161,7 +161,7 @@ def simplex_witness(
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1.
         Dikin, "Iterative solution of problems of linear and quadratic programming", 1967.
 
-    Example:
+    Examples:
         >>> attention = torch.tensor([[[[0.5, 0.3, 0.2]]]])
         >>> value = torch.tensor([[[[1.0], [1.0], [0.0]]]])  # the first two values are equal
         >>> found = simplex_witness(attention, value)
@@ -268,7 +268,7 @@ def realisability_rank(
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1 and its
         public reviews.
 
-    Example:
+    Examples:
         >>> generator = torch.Generator().manual_seed(0)
         >>> query, key, value = torch.randn(3, 1, 1, 9, 2, generator=generator).double()
         >>> attention = torch.softmax(query @ key.mT, -1)
@@ -370,7 +370,7 @@ def softmax_witness(
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.1, whose
         argument covers row-stochastic matrices only.
 
-    Example:
+    Examples:
         >>> generator = torch.Generator().manual_seed(0)
         >>> query, key, value = torch.randn(3, 1, 1, 8, 3, generator=generator).double()
         >>> found = softmax_witness(query, key, value)

@@ -35,6 +35,10 @@ def resolve(
 
     Raises:
         InputError: if the name is unknown, or Triton was asked for and cannot run this call.
+
+    Examples:
+        >>> resolve("auto", torch.zeros(1))
+        'torch'
     """
     if backend not in {"auto", "torch", "triton"}:
         raise InputError(f"backend must be 'auto', 'torch' or 'triton'. Got {backend!r}")

@@ -11,6 +11,7 @@ from attnlens.kernels.backend import Backend, resolve
 from attnlens.kernels.inputs import broadcastable, check_device, check_tensor, head_mask
 from attnlens.kernels.ranks import rank_threshold
 from attnlens.kernels.returned import EffectiveReduction, GramFactor, GramSVD, RowStatistics
+from attnlens.kernels.torch_rows import Rows
 
 
 @torch.no_grad()
@@ -42,6 +43,11 @@ def gram_factor(
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3.
+
+    Examples:
+        >>> factor = gram_factor(torch.randn(1, 12, 40, 8))
+        >>> factor.rank.unique().tolist()
+        [8]
     """
     keys = _checked_keys(value, keys)
     if threshold is None:
@@ -74,6 +80,11 @@ def gram_svd(value: Tensor, keys: Tensor | None = None, *, backend: Backend = "a
     References:
         Brent and Luk, "The Solution of Singular-Value and Symmetric Eigenvalue Problems on
         Multiprocessor Arrays", SIAM J. Sci. Stat. Comput. 6 (1985).
+
+    Examples:
+        >>> value = torch.randn(1, 2, 40, 8, dtype=torch.float64)
+        >>> torch.allclose(gram_svd(value).singular_values, torch.linalg.svdvals(value))
+        True
     """
     keys = _checked_keys(value, keys)
     module = _load("gram", backend, value, value.shape[-1])
@@ -120,6 +131,11 @@ def row_statistics(
 
     References:
         Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv 1805.02867.
+
+    Examples:
+        >>> query, key = torch.randn(2, 1, 4, 10, 8)
+        >>> tuple(row_statistics(query, key, scaling=8**-0.5).entropy.shape)
+        (1, 4, 10)
     """
     check_tensor("query", query, "B H Q D", like=query)
     batch, heads, queries, dim = query.shape
@@ -141,7 +157,7 @@ def row_statistics(
     module = _load("rows", backend, query, width)
     with torch.cuda.device_of(query):
         rows: RowStatistics = module.row_statistics(
-            query, key, basis, mask=mask, bias=bias, causal=causal, scaling=scaling
+            Rows(query, key, basis, mask, bias, causal, scaling)
         )
     return rows
 
@@ -179,6 +195,11 @@ def effective_reduce(
 
     Raises:
         InputError: if a shape, a type or the backend does not fit.
+
+    Examples:
+        >>> coordinates, basis = torch.randn(1, 4, 10, 8), torch.randn(1, 4, 12, 8)
+        >>> tuple(effective_reduce(coordinates, basis).absolute_column_sums.shape)
+        (1, 4, 12)
     """
     check_tensor("coordinates", coordinates, "B H Q R", like=coordinates)
     batch, heads, queries, rank = coordinates.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,24 +17,26 @@ from attnlens.kernels.tiles import blocks, row_tiles, tile_elements
 MASKED = -1e30
 
 
-def row_statistics(
-    query: Tensor,
-    key: Tensor,
-    basis: Tensor | None,
-    *,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    causal: bool,
-    scaling: float,
-) -> RowStatistics:
+class Rows(NamedTuple):
+    """The arguments of `attnlens.kernels.row_statistics`, checked."""
+
+    query: Tensor
+    key: Tensor
+    basis: Tensor | None
+    mask: Tensor | None
+    bias: Tensor | None
+    causal: bool
+    scaling: float
+
+
+def row_statistics(rows: Rows) -> RowStatistics:
     """Return the statistics tile by tile; see `attnlens.kernels.row_statistics`."""
+    query, key, basis, mask, bias, causal, scaling = rows
     batch, heads, queries, _ = query.shape
     if batch > 1 and mask is None and bias is None:  # examples are as good as heads
         query, key = query.flatten(0, 1)[None], key.flatten(0, 1)[None]
         basis = None if basis is None else basis.flatten(0, 1)[None]
-        folded = row_statistics(
-            query, key, basis, mask=None, bias=None, causal=causal, scaling=scaling
-        )
+        folded = row_statistics(rows._replace(query=query, key=key, basis=basis))
         return RowStatistics._make(
             part if part is None else part[0].unflatten(0, (batch, heads)) for part in folded
         )

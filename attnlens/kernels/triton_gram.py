@@ -8,8 +8,6 @@ misjudge ranks and need a second orthogonalisation pass for every head, not for 
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -29,20 +27,12 @@ MOST_SWEEPS = 24
 def gram_factor(value: Tensor, keys: Tensor, threshold: Tensor) -> GramFactor:
     """Return the factors of one kernel launch; see `attnlens.kernels.gram_factor`."""
     batch, heads, _, dim = value.shape
-    matrices = value.new_empty((2, batch, heads, dim, dim), dtype=torch.float64)
+    gram, whitening = value.new_empty((2, batch, heads, dim, dim), dtype=torch.float64)
     total = value.new_empty((batch, heads, dim), dtype=torch.float64)
     bound = value.new_empty((batch, heads), dtype=torch.float64)
     rank = value.new_empty((batch, heads), dtype=torch.int64)
-    gram_factor_kernel[(batch * heads,)](
-        gram_out=matrices[0],
-        whitening_out=matrices[1],
-        total_out=total,
-        rank_out=rank,
-        bound_out=bound,
-        threshold=threshold.expand(batch, heads).contiguous(),
-        **_arguments(value, keys),
-    )
-    gram, whitening = matrices
+    threshold = threshold.expand(batch, heads).contiguous()
+    _launch(value, keys, whitening, total, gram, rank, bound, threshold)
     return GramFactor(whitening, rank, bound, gram, total)
 
 
@@ -51,41 +41,42 @@ def gram_svd(value: Tensor, keys: Tensor) -> GramSVD:
     batch, heads, _, dim = value.shape
     values = value.new_empty((batch, heads, dim), dtype=torch.float64)
     vectors = value.new_empty((batch, heads, dim, dim), dtype=torch.float64)
-    gram_svd_kernel[(batch * heads,)](
-        values_out=values, vectors_out=vectors, **_arguments(value, keys)
-    )
+    _launch(value, keys, vectors, values)
     return GramSVD(values, vectors)
 
 
-def _arguments(value: Tensor, keys: Tensor) -> dict[str, Any]:
-    """Return what both kernels take: the tensors, their layout, and the sizes of a tile."""
-    _, heads, tokens, dim = value.shape
-    names = "value_batch value_head value_token value_dim keys_batch keys_head keys_token"
+def _launch(value: Tensor, keys: Tensor, matrix: Tensor, vector: Tensor, *factor: Tensor) -> None:
+    """Run the kernel on every head; without the outputs of a factor it finds singular pairs."""
+    batch, heads, tokens, dim = value.shape
     keys = keys.expand(value.shape[:3]).view(torch.uint8)
-    strides = dict(zip(names.split(), value.stride() + keys.stride(), strict=True))
     # 32 float64 elements of the tile per thread at most
     block = max(16, triton.next_power_of_2(dim))
-    return {
-        "value": value,
-        "keys": keys,
-        **strides,
-        "heads": heads,
-        "tokens": tokens,
-        "DIM": dim,
-        "BLOCK": block,
-        "BLOCK_TOKENS": 32,
-        "SWEEPS": MOST_SWEEPS,
-        "num_warps": {16: 2, 32: 4, 64: 8}.get(block, 16),
-    }
+    gram_kernel[(batch * heads,)](
+        value,
+        keys,
+        matrix,
+        vector,
+        *(factor or [vector] * 4),  # absent tensors are passed as any tensor
+        *value.stride(),
+        *keys.stride(),
+        heads,
+        tokens,
+        SPECTRUM=not factor,
+        DIM=dim,
+        BLOCK=block,
+        BLOCK_TOKENS=32,
+        SWEEPS=MOST_SWEEPS,
+        num_warps={16: 2, 32: 4, 64: 8}.get(block, 16),
+    )
 
 
 @triton.jit
-def gram_factor_kernel(
+def gram_kernel(
     value,
     keys,
+    matrix_out,
+    vector_out,
     gram_out,
-    whitening_out,
-    total_out,
     rank_out,
     bound_out,
     threshold,
@@ -98,12 +89,16 @@ def gram_factor_kernel(
     keys_token,
     heads,
     tokens,
+    SPECTRUM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     SWEEPS: tl.constexpr,
 ):
-    """Gram matrix, sum of the values, whitening factor, rank and condition bound of one head."""
+    """Gram matrix of one head, and its right singular vectors and values (SPECTRUM).
+
+    Or its whitening factor and the sum of the values, with rank and condition bound.
+    """
     program = tl.program_id(0).to(tl.int64)
     batch, head = program // heads, program % heads
     value += batch * value_batch + head * value_head
@@ -125,116 +120,74 @@ def gram_factor_kernel(
     row, column = index[:, None], index[None, :]
     inside = (row < DIM) & (column < DIM)
     tile = program * DIM * DIM + row * DIM
-    tl.store(gram_out + tile + column, gram, mask=inside)
-    tl.store(total_out + program * DIM + index, total, mask=index < DIM)
-
-    tolerance = tl.load(threshold + program)
-    cutoff = tolerance * tolerance  # of λ / λ_1
     trace = tl.sum(tl.sum(tl.where(row == column, gram, 0.0), axis=1), axis=0)
-
     spoilt = trace - trace  # NaN if a value is not finite
-    whitening, rank = eliminate(gram, cutoff, DIM, BLOCK)
-    # ‖V‖_F ‖W‖_F bounds σ_1 / σ_E from above: below 1 / rtol the rank is full by any definition.
-    bound = trace * tl.sum(tl.sum(whitening * whitening, axis=1), axis=0)
-    certain = (bound < SAFE_BOUND) & (bound * cutoff < 1.0)
-    if (rank == DIM) & certain:
-        tl.store(whitening_out + tile + column, whitening + spoilt, mask=inside)
-    else:
-        bound = tl.full((), float("inf"), tl.float64)
-        noise = trace * (DIM * EPSILON64)  # of the entries of G
-        eigenvalue, vectors = jacobi(gram, 0.0 * trace, noise, DIM, BLOCK, SWEEPS)
-        largest = tl.maximum(tl.max(eigenvalue, axis=0), 0.0)
-        kept = eigenvalue > largest * cutoff
-        rank = tl.sum(kept.to(tl.int32), axis=0)
-        scale = tl.where(kept, 1.0 / tl.sqrt(tl.where(kept, eigenvalue, 1.0)), 0.0)
-        whitening = vectors * scale[None, :]
-        # A second pass over the values: eps · cond² in UᵀU becomes eps · cond.
-        gram, _ = stream_gram(
-            value,
-            keys,
-            whitening,
-            value_token,
-            value_dim,
-            keys_token,
-            tokens,
-            DIM,
-            True,
-            BLOCK,
-            BLOCK_TOKENS,
-        )
-        unused = tl.where((row == column) & (kept[None, :] == 0), 1.0, 0.0)
-        correction, _ = eliminate(gram + unused, 0.0 * trace, DIM, BLOCK)
-        # Through memory: two tiles of 128 × 128 float64 do not fit in shared memory together.
-        tl.store(whitening_out + tile + column, whitening, mask=inside)
-        tl.debug_barrier()
+    if SPECTRUM:
+        # As large as the rounding errors in G: the null space then has eigenvectors too.
+        shift = tl.where(trace > 0.0, trace * (DIM * EPSILON64), 1.0)
+        eigenvalue, vectors = jacobi(gram, shift, 0.0 * trace, DIM, BLOCK, SWEEPS)
         place = descending_place(eigenvalue, BLOCK)
-        for start in range(0, DIM, BLOCK_TOKENS):
-            part = start + tl.arange(0, BLOCK_TOKENS)[:, None]
-            rows = whitening_out + program * DIM * DIM + part * DIM
-            within = (part < DIM) & (column < DIM)
-            product = tl.dot(tl.load(rows + column, mask=within, other=0.0), correction)
+        tl.store(
+            vector_out + program * DIM + place,
+            tl.sqrt(tl.maximum(eigenvalue, 0.0)) + spoilt,
+            mask=index < DIM,
+        )
+        tl.store(
+            matrix_out + tile + place[None, :],
+            vectors + spoilt,
+            mask=inside,
+        )
+    else:
+        tl.store(gram_out + tile + column, gram, mask=inside)
+        tl.store(vector_out + program * DIM + index, total, mask=index < DIM)
+
+        tolerance = tl.load(threshold + program)
+        cutoff = tolerance * tolerance  # of λ / λ_1
+
+        whitening, rank = eliminate(gram, cutoff, DIM, BLOCK)
+        # ‖V‖_F ‖W‖_F bounds σ_1 / σ_E from above: below 1 / rtol the rank is full by definition.
+        bound = trace * tl.sum(tl.sum(whitening * whitening, axis=1), axis=0)
+        certain = (bound < SAFE_BOUND) & (bound * cutoff < 1.0)
+        if (rank == DIM) & certain:
+            tl.store(matrix_out + tile + column, whitening + spoilt, mask=inside)
+        else:
+            bound = tl.full((), float("inf"), tl.float64)
+            noise = trace * (DIM * EPSILON64)  # of the entries of G
+            eigenvalue, vectors = jacobi(gram, 0.0 * trace, noise, DIM, BLOCK, SWEEPS)
+            largest = tl.maximum(tl.max(eigenvalue, axis=0), 0.0)
+            kept = eigenvalue > largest * cutoff
+            rank = tl.sum(kept.to(tl.int32), axis=0)
+            scale = tl.where(kept, 1.0 / tl.sqrt(tl.where(kept, eigenvalue, 1.0)), 0.0)
+            whitening = vectors * scale[None, :]
+            # A second pass over the values: eps · cond² in UᵀU becomes eps · cond.
+            gram, _ = stream_gram(
+                value,
+                keys,
+                whitening,
+                value_token,
+                value_dim,
+                keys_token,
+                tokens,
+                DIM,
+                True,
+                BLOCK,
+                BLOCK_TOKENS,
+            )
+            unused = tl.where((row == column) & (kept[None, :] == 0), 1.0, 0.0)
+            correction, _ = eliminate(gram + unused, 0.0 * trace, DIM, BLOCK)
+            # Through memory: two tiles of 128 × 128 float64 do not fit in shared memory together.
+            tl.store(matrix_out + tile + column, whitening, mask=inside)
             tl.debug_barrier()
-            tl.store(rows + place[None, :], product + spoilt, mask=within)
-    tl.store(rank_out + program, rank.to(tl.int64))
-    tl.store(bound_out + program, bound + spoilt)
-
-
-@triton.jit
-def gram_svd_kernel(
-    value,
-    keys,
-    values_out,
-    vectors_out,
-    value_batch,
-    value_head,
-    value_token,
-    value_dim,
-    keys_batch,
-    keys_head,
-    keys_token,
-    heads,
-    tokens,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    SWEEPS: tl.constexpr,
-):
-    """Singular values and right singular vectors of one head."""
-    program = tl.program_id(0).to(tl.int64)
-    batch, head = program // heads, program % heads
-    value += batch * value_batch + head * value_head
-    keys += batch * keys_batch + head * keys_head
-    gram, _ = stream_gram(
-        value,
-        keys,
-        None,
-        value_token,
-        value_dim,
-        keys_token,
-        tokens,
-        DIM,
-        False,
-        BLOCK,
-        BLOCK_TOKENS,
-    )
-    index = tl.arange(0, BLOCK)
-    row, column = index[:, None], index[None, :]
-    trace = tl.sum(tl.sum(tl.where(row == column, gram, 0.0), axis=1), axis=0)
-    # As large as the rounding errors in G: the null space then has eigenvectors too.
-    shift = tl.where(trace > 0.0, trace * (DIM * EPSILON64), 1.0)
-    eigenvalue, vectors = jacobi(gram, shift, 0.0 * trace, DIM, BLOCK, SWEEPS)
-    spoilt = trace - trace  # NaN if a value is not finite
-    place = descending_place(eigenvalue, BLOCK)
-    tl.store(
-        values_out + program * DIM + place,
-        tl.sqrt(tl.maximum(eigenvalue, 0.0)) + spoilt,
-        mask=index < DIM,
-    )
-    tl.store(
-        vectors_out + program * DIM * DIM + row * DIM + place[None, :],
-        vectors + spoilt,
-        mask=(row < DIM) & (column < DIM),
-    )
+            place = descending_place(eigenvalue, BLOCK)
+            for start in range(0, DIM, BLOCK_TOKENS):
+                part = start + tl.arange(0, BLOCK_TOKENS)[:, None]
+                rows = matrix_out + program * DIM * DIM + part * DIM
+                within = (part < DIM) & (column < DIM)
+                product = tl.dot(tl.load(rows + column, mask=within, other=0.0), correction)
+                tl.debug_barrier()
+                tl.store(rows + place[None, :], product + spoilt, mask=within)
+        tl.store(rank_out + program, rank.to(tl.int64))
+        tl.store(bound_out + program, bound + spoilt)
 
 
 @triton.jit

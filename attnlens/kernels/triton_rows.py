@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnlens.kernels.backend import interpreting
 from attnlens.kernels.returned import RowStatistics
-from attnlens.kernels.torch_rows import MASKED
+from attnlens.kernels.torch_rows import MASKED, Rows
 
 # With 8 warps these spill no registers to speak of on Hopper, in any precision, up to D = R = 128.
 BLOCK_Q, BLOCK_K = 64, 32
@@ -18,17 +18,9 @@ BLOCK_Q, BLOCK_K = 64, 32
 HIDDEN = tl.constexpr(MASKED / 2)
 
 
-def row_statistics(
-    query: Tensor,
-    key: Tensor,
-    basis: Tensor | None,
-    *,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    causal: bool,
-    scaling: float,
-) -> RowStatistics:
+def row_statistics(rows: Rows) -> RowStatistics:
     """Return the statistics of one kernel launch; see `attnlens.kernels.row_statistics`."""
+    query, key, basis, mask, bias, causal, scaling = rows
     batch, heads, queries, dim = query.shape
     keys = key.shape[2]
     rank = 0 if basis is None else basis.shape[3]

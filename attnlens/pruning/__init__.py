@@ -1,6 +1,6 @@
 """Mask heads, prune them, save what is left, and measure what they are worth."""
 
-from attnlens.pruning.checkpoint import export_masked, load_pruned, save_pruned
+from attnlens.pruning.checkpoint import export_masked, is_pruned, load_pruned, save_pruned
 from attnlens.pruning.curve import CurvePoint, PruningCurve
 from attnlens.pruning.mask import mask_heads
 from attnlens.pruning.plan import Plan
@@ -16,6 +16,7 @@ __all__ = [
     "PruningReport",
     "export_masked",
     "head_scores",
+    "is_pruned",
     "load_pruned",
     "mask_heads",
     "prune_heads",

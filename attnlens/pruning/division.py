@@ -197,7 +197,7 @@ def _trail(modules: dict[str, nn.Module], layer: LayerHeads, sites: set[str]) ->
     scope = root if alone else layer.site
     module = modules[scope]
     for inner in module.modules():
-        _require_plain(inner, layer)
+        require_plain(inner, layer)
     weights = [
         (inner, name)
         for inner in module.modules()
@@ -207,14 +207,44 @@ def _trail(modules: dict[str, nn.Module], layer: LayerHeads, sites: set[str]) ->
     return _Trail(layer, root, scope, weights)
 
 
-def _require_plain(module: nn.Module, layer: LayerHeads) -> None:
+def require_plain(module: nn.Module, layer: LayerHeads, *, offloaded: bool = False) -> None:
+    """Raise an error unless the weights of a module can be cut.
+
+    Args:
+        module: a module of a layer.
+        layer: the layer, for the message.
+        offloaded: whether weights may be kept elsewhere than in the module.
+
+    Raises:
+        InputError: if they are adapted, computed from others, quantised or elsewhere.
+    """
     if hasattr(module, "base_layer"):
         raise InputError(
             f"{layer.label} carries an adapter ({type(module).__name__}). Merge it into the "
             f"weights first, with merge_and_unload()."
         )
-    weight = getattr(module, "weight", None)
-    if isinstance(weight, Tensor) and not weight.is_floating_point():
+    parameters = module._parameters
+    weight = parameters.get("weight")
+    computed = {"weight_orig", "weight_g", "weight_v"} & parameters.keys()
+    if computed or hasattr(module, "parametrizations"):
+        raise InputError(
+            f"{layer.label} has weights that are computed from others ({type(module).__name__} "
+            f"under weight_norm, spectral_norm, prune or a parametrisation). Make them permanent "
+            f"first, with remove_parametrizations() or remove()."
+        )
+    if weight is None:
+        quantised = is_linear(module) and not isinstance(module, nn.MultiheadAttention)
+        quantised &= not any(map(is_linear, module.children()))
+    else:
+        quantised = not weight.is_floating_point() or type(weight) is not nn.Parameter
+    if weight is not None and weight.is_meta:
+        if offloaded:
+            return
+        raise InputError(
+            f"{layer.label} has its weights elsewhere ({type(module).__name__} is offloaded or on "
+            f"the meta device). Load the model onto one device first."
+        )
+    if quantised:
         raise InputError(
             f"{layer.label} has quantised weights ({type(module).__name__}), which cannot be cut. "
             f"Prune first, then quantise."
@@ -260,9 +290,10 @@ def _follow(trail: _Trail, site: nn.Module, stack: ExitStack) -> None:
         if trail.received is None:
             trail.received = args[0]
 
-    stack.callback(site.register_forward_pre_hook(Replacement(enter), with_kwargs=True).remove)
+    register = site.register_forward_pre_hook
+    stack.callback(Replacement(enter).attach(register, with_kwargs=True))
     assert trail.layer.projection is not None
-    stack.callback(trail.layer.projection.register_forward_pre_hook(Hook(arrive)).remove)
+    stack.callback(Hook(arrive).attach(trail.layer.projection.register_forward_pre_hook))
 
 
 def _division(trail: _Trail, site: nn.Module) -> LayerDivision:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from attnlens.capture import Capture, Kind
 from attnlens.errors import UnsupportedAttentionError
 from attnlens.results import LayerKey
+from attnlens.tap.interrupts import attached
 from attnlens.tap.projection import linear_hooks
 from attnlens.tap.selection import Kinds, select
 from attnlens.tap.sites import Catalogue
@@ -35,6 +36,7 @@ class LayerHeads:
         heads: H.
         width: D.
         group: number of query heads that share a key head.
+        depth: number of blocks in its stack, whether or not all of them attend.
         projection: W_O, or None for the reason in `reason`.
         name: name of W_O.
         axis: dimension of W_O's input that holds the heads, side by side.
@@ -49,6 +51,7 @@ class LayerHeads:
     heads: int
     width: int
     group: int = 1
+    depth: int = 1
     projection: nn.Module | None = None
     name: str = ""
     axis: int = -1
@@ -90,10 +93,15 @@ def find_heads(trial: Trial, kinds: Kinds = None) -> tuple[LayerHeads, ...]:
     def keep(name: str, module: nn.Module, tensor: Tensor) -> None:
         received.setdefault(name, []).append(tensor)
 
-    with ExitStack() as stack, torch.no_grad():
-        for handle in linear_hooks(trial.model, keep):
-            stack.callback(handle.remove)
-        Tap(select(Catalogue(trial.model), kinds=kinds), captures.append).attach(stack)
+    catalogue = Catalogue(trial.model)
+    tap = Tap(select(catalogue, kinds=kinds), captures.append)
+
+    def attach(stack: ExitStack) -> None:
+        for remove in linear_hooks(trial.model, keep):
+            stack.callback(remove)
+        tap.attach(stack)
+
+    with attached(attach), torch.no_grad():
         trial()
     if not captures:
         raise UnsupportedAttentionError(
@@ -105,7 +113,10 @@ def find_heads(trial: Trial, kinds: Kinds = None) -> tuple[LayerHeads, ...]:
         by_layer.setdefault((capture.stack, capture.layer), []).append(capture)
     calls = {name: iter(tensors) for name, tensors in received.items()}
     modules = dict(trial.model.named_modules())
-    layers = [_layer(calls, modules, group) for group in by_layer.values()]
+    layers = [
+        replace(_layer(calls, modules, group), depth=catalogue.depth(group[0].stack))
+        for group in by_layer.values()
+    ]
     stacks = list(dict.fromkeys(stack for stack, _ in by_layer))
     return tuple(sorted(layers, key=lambda layer: (stacks.index(layer.stack), layer.layer)))
 
@@ -125,20 +136,20 @@ def _layer(
         width,
         heads // max(first.grouped_value.shape[1], 1),
     )
-    output = first.output_projection
-    if output is None:
+    name = first.receiver
+    if not name:
         return replace(bare, reason=first.projection_reason)
-    if any(o.output_projection is None or o.output_projection.name != output.name for o in others):
+    if any(other.receiver != name for other in others):
         return replace(bare, reason="its attention products go to different output projections")
-    received = next(calls.get(output.name, iter(())), None)
+    received = next(calls.get(name, iter(())), None)
     if received is None:
-        return replace(bare, reason=f"{output.name} is applied without being called as a module")
+        return replace(bare, reason=f"{name} is applied without being called as a module")
     context = first.context.transpose(1, 2).flatten(2)
-    module = modules[output.name]
+    module = modules[name]
     return replace(
         bare,
         projection=module,
-        name=output.name,
+        name=name,
         axis=1 if isinstance(module, (nn.Conv1d, nn.Conv2d)) else -1,
         in_order=received.shape == (batch, queries, heads * width)
         and torch.equal(context, received),

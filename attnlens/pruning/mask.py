@@ -21,6 +21,7 @@ from attnlens.pruning.heads import LayerHeads, find_heads
 from attnlens.pruning.plan import Heads, Plan, existing_heads, resolve
 from attnlens.tap.compiled import running_eagerly
 from attnlens.tap.hooks import Replacement, replaying
+from attnlens.tap.interrupts import attached
 from attnlens.tap.selection import Kinds, Selection
 from attnlens.tap.sites import Catalogue
 from attnlens.tap.tap import Tap
@@ -67,6 +68,12 @@ def mask_heads(
 
     References:
         Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", NeurIPS 2019, section 2.
+
+    Examples:
+        >>> with mask_heads(model, {0: [3, 7]}), torch.no_grad():
+        ...     masked = model(**batch).last_hidden_state
+        >>> bool((masked != model(**batch).last_hidden_state).any())
+        True
     """
     modes = get_args(Mode)
     if mode not in modes:
@@ -97,14 +104,18 @@ def masking(
         gates: `[L, H]` factors, or None.
     """
     masker = _Masker(_jobs(layers, plan, mode, gates), mode)
-    with ExitStack() as stack:
+
+    def attach(stack: ExitStack) -> None:
         stack.enter_context(running_eagerly(model))
         if masker.listens:
             kinds = frozenset(layer.kind for layer in layers)
             Tap(Selection(Catalogue(model), None, kinds), masker.hear).attach(stack)
         for module in masker.modules:
-            stack.callback(module.register_forward_pre_hook(Replacement(masker.replace)).remove)
+            hook = Replacement(masker.replace)
+            stack.callback(hook.attach(module.register_forward_pre_hook))
         stack.callback(masker.forget)
+
+    with attached(attach):
         yield
 
 
@@ -138,8 +149,8 @@ class _Masker:
 
     def hear(self, capture: Capture) -> None:
         """Keep an attention call until its context arrives at the output projection."""
-        if capture.output_projection is not None:
-            self._heard.setdefault(capture.output_projection.name, []).append(capture)
+        if capture.receiver:
+            self._heard.setdefault(capture.receiver, []).append(capture)
 
     def forget(self) -> None:
         """Let go of every attention call."""
@@ -161,7 +172,7 @@ class _Masker:
             "Gradient checkpointing runs layers again in the backward pass, where this cannot be "
             "told. Switch it off, or use mode='zero' where layers share no weights."
             if replaying()
-            else "Call the whole model, not a part of it."
+            else "Call the whole model, not a part of it, in the thread that masks."
         )
         raise CaptureError(f"{job.layer.name} ran without its attention being heard. {reason}")
 

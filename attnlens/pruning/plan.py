@@ -28,6 +28,11 @@ class Plan:
     Attributes:
         heads: by stack and layer, the chosen heads in ascending order; layers without are left
             out.
+
+    Examples:
+        >>> with mask_heads(model, {0: [3, 7]}) as plan:
+        ...     len(plan)
+        2
     """
 
     heads: Mapping[LayerKey, tuple[int, ...]]
@@ -71,7 +76,7 @@ class Plan:
                 (str(row["stack"]), int(row["layer"])): tuple(map(int, row["heads"]))
                 for row in document["heads"]
             }
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise InputError(f"This is not a head plan: {error!r}.") from error
         if not readable:
             raise InputError(f"Head plan of format {document['format']}; known is {_FORMAT}.")
@@ -87,7 +92,11 @@ class Plan:
         Raises:
             InputError: if the file holds no head plan.
         """
-        return cls.from_dict(read_json(path, "a head plan"))
+        document = read_json(path, "a head plan")
+        try:
+            return cls.from_dict(document)
+        except InputError as error:
+            raise InputError(f"Cannot read a head plan from {path}: {error}") from error
 
 
 # layer → heads; a boolean [L, H]; or a plan
@@ -205,7 +214,7 @@ def _layer(key: Any, layers: Sequence[LayerHeads]) -> LayerHeads:
     members = {layer.layer: layer for layer in layers if layer.stack == stack}
     number = _integer(index)
     if number is not None and number < 0:
-        number += max(members) + 1
+        number += next(iter(members.values())).depth
     if number not in members:
         raise InputError(f"There is no layer {key!r}: {stack} has layers {sorted(members)}.")
     return members[number]

@@ -141,6 +141,12 @@ def prune_heads(
 
     References:
         Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", NeurIPS 2019, section 4.
+
+    Examples:
+        >>> smaller = copy.deepcopy(model)
+        >>> report = prune_heads(smaller, {0: [3, 7]})
+        >>> smaller.num_parameters() < model.num_parameters()
+        True
     """
     trial = Trial(model, inputs)
     layers = find_heads(trial, kinds)

@@ -85,6 +85,11 @@ def head_scores(
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 3; Michel, Levy,
         Neubig, "Are Sixteen Heads Really Better than One?", NeurIPS 2019, equation 2.
+
+    Examples:
+        >>> scores = head_scores(model, ("output_norm", "random"), [batch])
+        >>> {name: tuple(score.shape) for name, score in scores.items()}
+        {'output_norm': (6, 12), 'random': (6, 12)}
     """
     trial = Trial(model, inputs)
     return Scorer(trial, find_heads(trial, kinds), batches, loss)(scores, Plan({}), seed)

@@ -85,6 +85,12 @@ def pruning_curve(
 
     References:
         Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", NeurIPS 2019, section 4.
+
+    Examples:
+        >>> scores = {"size": torch.arange(72.0).view(6, 12)}
+        >>> curve = pruning_curve(model, lambda pruned: 1.0, scores, 2)
+        >>> [point.fraction for point in curve.points]
+        [0.0, 0.5, 1.0]
     """
     fractions = _fractions(steps)
     trial = Trial(model, inputs)

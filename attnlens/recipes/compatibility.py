@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from attnlens.checking import Verdict, check
-from attnlens.recipes.ingredients import Progress, load_named, silent
-from attnlens.texts.loading import load_model
+from attnlens.recipes.ingredients import Progress, load, silent
 
 
 def check_model(model: nn.Module | str, progress: Progress = silent) -> Verdict:
@@ -19,6 +18,4 @@ def check_model(model: nn.Module | str, progress: Progress = silent) -> Verdict:
     Returns:
         The verdict. An unsupported model is a verdict too, not an error.
     """
-    if isinstance(model, str):
-        model = load_named(model, load_model, progress)
-    return check(model)
+    return check(load(model, progress) if isinstance(model, str) else model)

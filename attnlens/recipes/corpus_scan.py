@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from attnlens.corpus import Corpus, Scan, scan
@@ -13,7 +13,7 @@ from attnlens.texts.batching import TextModel
 
 def scan_corpus(
     model: TextModel | str,
-    corpus: Corpus,
+    corpus: Corpus | Iterable[Any],
     observers: Sequence[Observer | str] = ("head-statistics",),
     *,
     label_names: Sequence[str] | None = None,
@@ -23,7 +23,7 @@ def scan_corpus(
 
     Args:
         model: the model, or its name.
-        corpus: the files.
+        corpus: files, or anything else that :func:`attnlens.scan` reads.
         observers: what to compute, as instances or by name, as in `"attribution:probes=2"`.
         label_names: labels that observers tell apart; by default all that the corpus has, and the
             model's special tokens.
@@ -44,8 +44,8 @@ def scan_corpus(
     )
 
 
-def _labels(corpus: Corpus, model: TextModel) -> tuple[str, ...]:
-    if corpus.fields.labels is None:
+def _labels(corpus: Corpus | Iterable[Any], model: TextModel) -> tuple[str, ...]:
+    if not isinstance(corpus, Corpus) or corpus.fields.labels is None:
         return ()
     special = model.tokenizer.convert_ids_to_tokens(model.tokenizer("")["input_ids"])
     return tuple(dict.fromkeys((*corpus.label_names(), *special)))

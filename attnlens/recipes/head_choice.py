@@ -48,20 +48,25 @@ class HeadChoice:
         Args:
             path: the file; its folder must exist.
         """
-        notes = {"model": self.model.name, **self.settings, "versions": versions()}
-        write_json(path, {**self.plan.to_dict(), **notes})
+        write_json(path, {**self.to_dict(), "versions": versions()})
 
-    def remove(self, folder: str | os.PathLike[str]) -> PruningReport:
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan and how it came about, ready for JSON."""
+        notes = {"model": self.model.name, "cosine": self.cosine, **self.settings}
+        return {**self.plan.to_dict(), **notes}
+
+    def remove(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> PruningReport:
         """Remove the heads from the model, and write it and its tokenizer.
 
         Args:
             folder: where to.
+            overwrite: write into a folder that holds something else.
 
         Returns:
             What that changed.
         """
         report = prune_heads(self.model.model, self.plan, timing=self.batch)
-        save_pruned(self.model.model, folder)
+        save_pruned(self.model.model, folder, overwrite=overwrite)
         self.model.tokenizer.save_pretrained(folder)
         return report
 

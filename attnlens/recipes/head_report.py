@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from attnlens.attention.statistics import HeadStatistics, HeadStatisticsResult
+from attnlens.attention.statistics import HeadHealthResult, HeadStatistics, HeadStatisticsResult
 from attnlens.errors import AttnLensError
 from attnlens.files import write_atomically
 from attnlens.lens import Lens
@@ -20,7 +20,7 @@ from attnlens.results import plain
 from attnlens.saving import save
 from attnlens.texts.batching import TextModel
 
-FIELDS = tuple(entry.name for entry in fields(HeadStatisticsResult) if entry.type == "Tensor")
+FIELDS = tuple(entry.name for entry in fields(HeadHealthResult) if entry.type == "Tensor")
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ def report_heads(
     if page is not None:  # first, because it may be refused
         closely = look_closely(text_model, texts, page, layers, max_length, progress)
     collectors = [token_collector(text_model)] if page and page.identifiability else []
-    observer = HeadStatistics()
+    observer = HeadStatistics(fields="health")
     tokenised = text_model.tokenise(texts, max_length)
     with Lens(text_model.model, observer, *collectors, layers=layers):
         for _ in run_batches(text_model, tokenised, batch_size, progress):
@@ -124,8 +124,6 @@ def _with_page(
         results += [rates for entry in collectors for rates in identified_tokens(entry)]
     except AttnLensError as error:
         notes.append(f"Tokens were not identified. {error}")
-    page = lay_out(results, closely, content, report.model, report.settings)
-    notes += page.notes
-    if report.examples > content.examples:
-        notes.append(f"Maps are of the first {content.examples} of {report.examples} examples.")
-    return replace(report, page=page, notes=tuple(notes))
+    notes += content.notes(report.examples)
+    page = lay_out(results, closely, content, report.model, report.settings, notes)
+    return replace(report, page=page, notes=page.notes)

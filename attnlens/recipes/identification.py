@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -13,7 +13,7 @@ from attnlens.attention.recording import Recording
 from attnlens.capture import Capture
 from attnlens.errors import AttnLensError, CaptureError, InputError
 from attnlens.identifiability.of_captures import identify, simplex_witness, softmax_witness
-from attnlens.lens import Lens, record
+from attnlens.lens import Lens
 from attnlens.recipes.ingredients import Progress, reader, run_batches, silent
 from attnlens.recovery import MapTraining, TokenIdentifiability, TokenIdentifiabilityResult
 from attnlens.recovery.token_maps import Distance, MapKind
@@ -123,6 +123,7 @@ def identify_texts(
     distance: Distance = "cosine",
     training: MapTraining = BRIEF,
     seed: int = 0,
+    layers: Iterable[int | str] | None = None,
     batch_size: int = 8,
     max_length: int | None = None,
     progress: Progress = silent,
@@ -139,6 +140,7 @@ def identify_texts(
         distance: of training and search.
         training: how maps are trained.
         seed: of the splits and the training.
+        layers: indices or module names of the layers to look at; None looks at all.
         batch_size: most texts in a batch.
         max_length: most tokens of a text; by default what the model can read.
         progress: told how far it is.
@@ -153,17 +155,18 @@ def identify_texts(
     tokenised = text_model.tokenise(texts, max_length)
     collectors = [] if part == "heads" else [token_collector(text_model, distance, training, seed)]
     recording = [] if part == "tokens" else [Recording()]
-    layers: dict[tuple[str, int, int], list[_Batch]] = {}
-    with Lens(text_model.model, *collectors, *recording):
+    places = None if layers is None else tuple(layers)
+    sites: dict[tuple[str, int, int], list[_Batch]] = {}
+    with Lens(text_model.model, *collectors, *recording, layers=places):
         for _ in run_batches(text_model, tokenised, batch_size, progress):
             for calls in recording:
                 for capture in calls.compute():
                     key = capture.site, capture.layer, capture.call
-                    layers.setdefault(key, []).append(_of_batch(capture))
+                    sites.setdefault(key, []).append(_of_batch(capture))
                 calls.reset()
     witnesses: list[LayerWitnesses] = []
     if witness_tokens is not None and part != "tokens":
-        witnesses = _constructed(text_model, tokenised, witness_tokens, progress)
+        witnesses = _constructed(text_model, tokenised, witness_tokens, places, progress)
     tokens, note = [], ""
     try:
         tokens = [rates for entry in collectors for rates in identified_tokens(entry, maps)]
@@ -172,7 +175,7 @@ def identify_texts(
             raise
         note = str(error)
     length = min(witness_tokens or 0, max(tokenised.lengths)) if witnesses else 0
-    heads = [_of_layer(site, batches) for (site, *_), batches in layers.items()]
+    heads = [_of_layer(site, batches) for (site, *_), batches in sites.items()]
     return Identification(text_model.name, len(texts), heads, witnesses, length, tokens, note)
 
 
@@ -251,14 +254,21 @@ def _of_layer(site: str, batches: Sequence[_Batch]) -> LayerIdentifiability:
 
 
 def _constructed(
-    model: TextModel, texts: TokenisedTexts, tokens: int, progress: Progress
+    model: TextModel,
+    texts: TokenisedTexts,
+    tokens: int,
+    layers: Iterable[int | str] | None,
+    progress: Progress,
 ) -> list[LayerWitnesses]:
     """Construct the witnesses of every layer for the beginning of the longest text."""
     longest = texts.lengths.index(max(texts.lengths))
     rows = {
         name: torch.tensor([column[longest][:tokens]]) for name, column in texts.columns.items()
     }
-    captures = record(model.model, **rows)
+    recording = Recording()
+    with Lens(model.model, recording, layers=layers), torch.no_grad():
+        model.model(**rows)
+    captures = recording.compute()
     witnesses = []
     for place, capture in enumerate(captures):
         progress("Constructing witnesses", place, len(captures))

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnlens.files import json_text, versions
+from attnlens.pruning import is_pruned, load_pruned
 from attnlens.results import plain
 from attnlens.texts.batching import TextModel, TokenisedTexts
-from attnlens.texts.loading import load_text_model
+from attnlens.texts.loading import load_model, load_text_model
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and how much there is to do."""
-
-
-Loaded = TypeVar("Loaded")
 
 
 def silent(doing: str, done: int, total: int) -> None:
@@ -34,24 +32,25 @@ def reader(model: TextModel | str, progress: Progress = silent) -> TextModel:
     Returns:
         The model with its tokenizer, in evaluation mode.
     """
-    return model if isinstance(model, TextModel) else load_named(model, load_text_model, progress)
+    if isinstance(model, TextModel):
+        return model
+    return load_text_model(model, lambda name: load(name, progress))
 
 
-def load_named(name: str, load: Callable[[str], Loaded], progress: Progress) -> Loaded:
-    """Load a model by name, and tell of it.
+def load(name: str, progress: Progress) -> Any:
+    """Load a model by name, one with pruned heads too, and tell of it.
 
     Args:
         name: a local folder, or a name on the Hugging Face Hub.
-        load: loads it.
         progress: told before and after.
 
     Returns:
-        What was loaded.
+        The model, in evaluation mode.
     """
     progress(f"Loading {name}", 0, 1)
-    loaded = load(name)
+    model = load_pruned(name).base_model if is_pruned(name) else load_model(name)
     progress(f"Loading {name}", 1, 1)
-    return loaded
+    return model
 
 
 def run_batches(

@@ -30,6 +30,7 @@ class PageContent:
         megabytes: largest size of the file.
         attribution: whether to attribute the hidden states of those examples.
         identifiability: whether to identify the tokens of all examples.
+        minimal: whether to find the simplest attention with the same output for those examples.
     """
 
     heads: tuple[int, ...] | None = None
@@ -38,6 +39,20 @@ class PageContent:
     megabytes: float = 10
     attribution: bool = False
     identifiability: bool = False
+    minimal: bool = False
+
+    def notes(self, examples: int) -> list[str]:
+        """Say of how few examples the maps are.
+
+        Args:
+            examples: how many there are.
+
+        Returns:
+            A sentence, or nothing.
+        """
+        if examples <= self.examples:
+            return []
+        return [f"Maps are of the first {self.examples} of {examples} examples."]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +62,12 @@ class CloseLook:
     Attributes:
         results: maps by example and layer, and attribution if there is any.
         tokens: tokens of each example.
+        segments: text of a pair that each of them is of.
     """
 
     results: Sequence[Any]
     tokens: Sequence[Sequence[str]]
+    segments: Sequence[Sequence[int]]
 
 
 def look_closely(
@@ -74,27 +91,33 @@ def look_closely(
     Returns:
         What was seen.
     """
-    maps = EffectiveAttention(heads=content.heads)
+    maps = EffectiveAttention(heads=content.heads, minimal=content.minimal)
     attribution = [HiddenTokenAttribution(_PROBES, keep="matrices")] if content.attribution else []
     first = texts[: content.examples]
     entries: list[AttentionMap] = []
-    tokens = []
+    tokens, segments = [], []
     progress("Looking closely", 0, len(first))
     with Lens(model.model, maps, *attribution, layers=layers), torch.no_grad():
         for place, text in enumerate(first):
             (batch,) = model.batches(model.tokenise([text], max_length), 1)
             model.model(**batch)
-            tokens.append(model.tokenizer.convert_ids_to_tokens(batch["input_ids"][0].tolist()))
+            ids = batch["input_ids"]
+            tokens.append(model.tokenizer.convert_ids_to_tokens(ids[0].tolist()))
+            segments.append(batch.get("token_type_ids", torch.zeros_like(ids))[0].tolist())
             entries += [_beginning(entry, content.tokens) for entry in maps.compute()]
             maps.reset()
             progress("Looking closely", place + 1, len(first))
-    return CloseLook([*entries, *attribution], tokens)
+    return CloseLook([*entries, *attribution], tokens, segments)
 
 
 def _beginning(entry: AttentionMap, tokens: int) -> AttentionMap:
     """Drop what will not be shown, so that long examples do not fill the memory."""
-    raw, effective = (m[..., :tokens, :tokens].clone() for m in (entry.raw, entry.effective))
-    return replace(entry, raw=raw, effective=effective)
+    first = {
+        name: maps[..., :tokens, :tokens].clone()
+        for name in ("raw", "effective", "value_norm", "minimal")
+        if (maps := getattr(entry, name)) is not None
+    }
+    return replace(entry, **first)
 
 
 def lay_out(
@@ -103,6 +126,8 @@ def lay_out(
     content: PageContent,
     model: str,
     settings: Mapping[str, Any],
+    notes: Sequence[str],
+    second: tuple[str, CloseLook] | None = None,
 ) -> Report:
     """Lay results out as a page that names no folder of this machine.
 
@@ -112,16 +137,25 @@ def lay_out(
         content: what the page is to hold.
         model: name of the model.
         settings: how it was run.
+        notes: what was cut or left out before.
+        second: name of a second model, and what was seen of the first examples there.
 
     Returns:
         The page.
     """
-    source = {"text": Path(settings["text"]).name} if "text" in settings else {}
+    source = {"text": [Path(name).name for name in settings["text"]]} if "text" in settings else {}
     return report(
         [*results, *closely.results],
         tokens=closely.tokens,
-        model=Path(model).name if Path(model).is_dir() else model,
+        segments=closely.segments,
+        second=None if second is None else (_name(second[0]), second[1].results),
+        model=_name(model),
+        notes=notes,
         settings={**settings, **source},
         max_tokens=content.tokens,
         max_bytes=int(content.megabytes * 1e6),
     )
+
+
+def _name(model: str) -> str:
+    return Path(model).name if Path(model).is_dir() else model

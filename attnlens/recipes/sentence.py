@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from attnlens.attribution.hidden_tokens import HiddenTokenAttribution
 from attnlens.attribution.tallies import own_contribution, tally_not_main
-from attnlens.errors import InputError
+from attnlens.errors import AttnLensWarning, InputError
 from attnlens.lens import Lens
 from attnlens.recipes.ingredients import Progress, reader, silent
 from attnlens.results import plain
@@ -60,28 +62,28 @@ class SentenceAttribution:
         """
         layers = len(self.contribution)
         if not -layers <= index < layers:
-            raise InputError(f"layer must lie between {-layers} and {layers - 1}. Got {index}.")
+            raise InputError(f"Layers lie between {-layers} and {layers - 1}. Got {index}.")
         return index % layers
 
-    def to_dict(self, layer: int = -1) -> dict[str, Any]:
-        """Return the contributions at a layer and a summary of all, ready for JSON.
+    def to_dict(self, layers: Sequence[int] = (-1,)) -> dict[str, Any]:
+        """Return the contributions at some layers and a summary of all, ready for JSON.
 
         Args:
-            layer: the layer; negative ones count from the end.
+            layers: the layers; negative ones count from the end.
 
         Returns:
-            The document; `contribution` has a row for each target.
+            The document; `contribution` has, for each of the layers, a row for each target.
         """
-        layer = self.layer(layer)
+        places = list(map(self.layer, layers))
         document = {
             "model": self.model,
             "tokens": self.tokens,
             "probes": self.probes,
             "own_contribution": self.own.mean(-1),
             "not_main_contributor": self.not_main,
-            "layer": layer,
-            "contribution": self.contribution[layer].mT,
-            "standard_error": None if self.probes is None else self.standard_error[layer].mT,
+            "layers": places,
+            "contribution": self.contribution[places].mT,
+            "standard_error": None if self.probes is None else self.standard_error[places].mT,
         }
         return plain(document)
 
@@ -101,7 +103,15 @@ def attribute_sentence(
         The contributions at every layer.
     """
     text_model = reader(model, progress)
-    (batch,) = text_model.batches(text_model.tokenise([sentence]), 1)
+    tokenised = text_model.tokenise([sentence])
+    if tokenised.truncated:
+        warnings.warn(
+            f"The sentence was cut after {text_model.longest} tokens, the most that "
+            f"{text_model.name} can read.",
+            AttnLensWarning,
+            stacklevel=2,
+        )
+    (batch,) = text_model.batches(tokenised, 1)
     observer = HiddenTokenAttribution(probes, keep="matrices")
     with Lens(text_model.model, observer), torch.no_grad():
         text_model.model(**batch)

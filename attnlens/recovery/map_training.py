@@ -49,6 +49,10 @@ class MapTraining:
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 4.
+
+    Examples:
+        >>> TokenIdentifiability("mlp", training=MapTraining(max_epochs=30)).training.max_epochs
+        30
     """
 
     learning_rate: float = 1e-4
@@ -95,7 +99,7 @@ def train_maps(
         InputError: if a split is empty, or the checkpoint is of another training or damaged.
         NonFiniteError: if a loss is NaN or infinite.
 
-    Example:
+    Examples:
         >>> from attnlens.recovery import MapTraining
         >>> target = torch.eye(3).repeat(20, 1)
         >>> split = [lambda: (2 * target[None], target)]

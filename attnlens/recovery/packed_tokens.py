@@ -121,7 +121,7 @@ def neighbour_rows(lengths: Tensor, offset: int) -> tuple[Tensor, Tensor]:
     Returns:
         Indices of tokens that have such a neighbour, and of the neighbours.
 
-    Example:
+    Examples:
         >>> neighbour_rows(torch.tensor([3, 2]), 1)
         (tensor([0, 1, 3]), tensor([1, 2, 4]))
     """

@@ -50,7 +50,7 @@ def normal_equations(hidden: Tensor, target: Tensor) -> NormalEquations:
     Returns:
         The sums.
 
-    Example:
+    Examples:
         >>> normal_equations(torch.tensor([[[1.0], [3.0]]]), torch.tensor([[2.0], [6.0]])).gram
         tensor([[[10.,  4.],
                  [ 4.,  2.]]], dtype=torch.float64)
@@ -86,7 +86,7 @@ def ridge_maps(equations: NormalEquations, ridges: Iterable[float]) -> Iterator[
     Raises:
         InputError: if there are no tokens.
 
-    Example:
+    Examples:
         >>> hidden, target = torch.tensor([[[1.0], [3.0]]]), torch.tensor([[2.0], [6.0]])
         >>> [(weight, bias)] = ridge_maps(normal_equations(hidden, target), [0.0])
         >>> weight.item(), bias.item()
@@ -116,7 +116,7 @@ def mean_squared_error(equations: NormalEquations, parameters: Parameters) -> Te
     Returns:
         Mean squared difference of a coordinate, `[L]`.
 
-    Example:
+    Examples:
         >>> equations = normal_equations(torch.tensor([[[1.0], [3.0]]]), torch.zeros(2, 1))
         >>> identity = torch.ones(1, 1, 1).double(), torch.zeros(1, 1).double()
         >>> mean_squared_error(equations, identity).item()
@@ -144,7 +144,7 @@ def best_ridge_maps(
     Raises:
         InputError: if a split has no tokens.
 
-    Example:
+    Examples:
         >>> hidden = torch.tensor([[[1.0], [3.0], [4.0]]])
         >>> equations = normal_equations(hidden, 2 * hidden[0])
         >>> best_ridge_maps(equations, equations, [1.0, 0.0]).ridge.item()

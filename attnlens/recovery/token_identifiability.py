@@ -87,6 +87,14 @@ class TokenIdentifiability(ChainObserver, SumObserver):
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, section 4. The controls
         are not in the paper.
+
+    Examples:
+        >>> tokens = TokenIdentifiability("naive")
+        >>> with Lens(model, tokens), torch.no_grad():
+        ...     for text in attnlens.demo.paragraphs():
+        ...         output = model(**tokenizer(text, return_tensors="pt"))
+        >>> tokens.compute().layers[0][1]
+        0
     """
 
     alike = ("seed", "split", "streams", "offsets", "positions", "stored", "label_names")

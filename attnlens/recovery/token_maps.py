@@ -59,7 +59,7 @@ def glorot_parameters(
     Returns:
         `(weight [L, M, M'], bias [L, M'])`, or two such pairs; none for `"naive"`.
 
-    Example:
+    Examples:
         >>> [list(part.shape) for part in glorot_parameters("mlp", (4, 3), layers=2, width=8)]
         [[2, 4, 8], [2, 8], [2, 8, 3], [2, 3]]
 
@@ -86,7 +86,7 @@ def apply_map(parameters: Parameters, hidden: Tensor) -> Tensor:
     Returns:
         `[L, N, M']`.
 
-    Example:
+    Examples:
         >>> double = (2 * torch.eye(2)[None], torch.tensor([[0.0, 1.0]]))
         >>> apply_map(double, torch.ones(1, 1, 2)).tolist()
         [[[2.0, 3.0]]]
@@ -110,7 +110,7 @@ def map_loss(guess: Tensor, target: Tensor, distance: Distance) -> Tensor:
     Returns:
         `[L]`, in `[0, 2]` for the cosine, at least 0 for l2.
 
-    Example:
+    Examples:
         >>> guess, target = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[3.0, 0.0]])
         >>> map_loss(guess, target, "cosine"), map_loss(guess, target, "l2")
         (tensor([0.4000]), tensor([8.]))
@@ -142,7 +142,7 @@ def identified(
     Returns:
         `[L, S, K]` bool; False where there is no token, no target or no finite guess.
 
-    Example:
+    Examples:
         >>> target, mask = torch.eye(3)[None], torch.ones(1, 3, dtype=torch.bool)
         >>> identified(target.roll(1, 1)[None], target, mask).tolist()
         [[[False, False, False]]]
@@ -174,7 +174,7 @@ def has_neighbour(mask: Tensor, offset: int) -> Tensor:
     Returns:
         `[S, K]` bool.
 
-    Example:
+    Examples:
         >>> has_neighbour(torch.tensor([[True, True, False]]), 1).tolist()
         [[True, False, False]]
     """
@@ -197,7 +197,7 @@ def recovery_rate(
     Returns:
         Rate among tokens with such a neighbour, `[L]` float64 in `[0, 1]`; NaN if there is none.
 
-    Example:
+    Examples:
         >>> target, mask = torch.eye(3)[None], torch.ones(1, 3, dtype=torch.bool)
         >>> guess = torch.stack([target, target.roll(1, 1)])  # of two layers
         >>> recovery_rate([(guess, target, mask)]).tolist()
@@ -226,7 +226,7 @@ def rescaled(hidden: Tensor, factor: float, generator: torch.Generator) -> Tenso
     Returns:
         `[..., M]`.
 
-    Example:
+    Examples:
         >>> rescaled(torch.ones(2), 1.0, torch.Generator()).tolist()
         [1.0, 1.0]
     """
@@ -245,7 +245,7 @@ def rotated(hidden: Tensor, angle: float, generator: torch.Generator) -> Tensor:
     Returns:
         `[..., M]`.
 
-    Example:
+    Examples:
         >>> hidden = torch.tensor([3.0, 4.0])
         >>> turned = rotated(hidden, 90.0, torch.Generator())
         >>> round(turned.norm().item(), 4), abs(round((turned @ hidden).item(), 4))

@@ -32,6 +32,9 @@ def correlation_by_length(length: Values, correlation: Values, *, axes: Any = No
 
     References:
         Brunner et al., "On Identifiability in Transformers", ICLR 2020, figure 2.
+
+    Examples:
+        >>> axes = correlation_by_length([10, 20, 40], [1.0, 1.0, 0.5])
     """
     axes = _axes(axes, "tokens", "correlation of raw and effective attention")
     axes.scatter(_array(length), _array(correlation), s=9, alpha=0.5, color=_COLOURS[0], lw=0)
@@ -55,6 +58,10 @@ def attention_by_token_type(
 
     Raises:
         InputError: if there are not as many types as columns.
+
+    Examples:
+        >>> raw, effective = torch.rand(2, 6, 12)
+        >>> axes = attention_by_token_type(raw[..., None], effective[..., None], ["[CLS]"])
     """
     axes = _axes(axes, "layer", "attention")
     for values, style, kind in ((raw, "-", "raw"), (effective, "--", "effective")):
@@ -79,6 +86,12 @@ def own_contribution(result: Any, *, axes: Any = None) -> Any:
 
     Returns:
         The axes: a box for each layer of the first label, and the mean of every label.
+
+    Examples:
+        >>> attribution = HiddenTokenAttribution(probes=1)
+        >>> with Lens(model, attribution), torch.no_grad():
+        ...     output = model(**batch)
+        >>> axes = own_contribution(attribution.compute())
     """
     axes = _axes(axes, "layer", "own contribution")
     names = ("whislo", "q1", "med", "q3", "whishi")
@@ -96,6 +109,12 @@ def not_main_share(result: Any, *, axes: Any = None) -> Any:
 
     Returns:
         The axes.
+
+    Examples:
+        >>> attribution = HiddenTokenAttribution(probes=1)
+        >>> with Lens(model, attribution), torch.no_grad():
+        ...     output = model(**batch)
+        >>> axes = not_main_share(attribution.compute())
     """
     axes = _axes(axes, "layer", "tokens with another main contributor")
     return _by_label(axes, _layers(result), result.not_main, result.labels)
@@ -111,13 +130,34 @@ def contribution_by_distance(result: Any, *, label: int = 0, axes: Any = None) -
 
     Returns:
         The axes.
+
+    Examples:
+        >>> attribution = HiddenTokenAttribution(probes=1)
+        >>> with Lens(model, attribution), torch.no_grad():
+        ...     output = model(**batch)
+        >>> axes = contribution_by_distance(attribution.compute())
     """
     axes = _axes(axes, "layer", "share of a distance's contribution, %")
     return _by_label(axes, _layers(result), result.distance_profile[:, label], _DISTANCES)
 
 
 def contribution_by_offset(result: Any, *, label: int = 0, axes: Any = None) -> Any:
-    """Draw the contribution of each relative position, a line for each layer, on axes."""
+    """Draw the contribution of each relative position, a line for each layer, on axes.
+
+    Args:
+        result: as for :func:`own_contribution`.
+        label: which label of target tokens.
+        axes: where to draw; new ones by default.
+
+    Returns:
+        The axes.
+
+    Examples:
+        >>> attribution = HiddenTokenAttribution(probes=1)
+        >>> with Lens(model, attribution), torch.no_grad():
+        ...     output = model(**batch)
+        >>> axes = contribution_by_offset(attribution.compute())
+    """
     axes = _axes(axes, "offset, tokens", "contribution")
     offsets = _array(result.offset)[:, label]
     radius = offsets.shape[1] // 2
@@ -139,6 +179,9 @@ def identifiability_curves(
 
     Returns:
         The axes.
+
+    Examples:
+        >>> axes = identifiability_curves({"linear map": [1.0, 0.9, 0.8]}, chance=0.1)
     """
     axes = _axes(axes, "layer", "tokens identified")
     for place, (name, values) in enumerate(rates.items()):
@@ -160,6 +203,9 @@ def pruning_curves(removed: Values, scores: Mapping[str, Values], *, axes: Any =
 
     Returns:
         The axes: means over seeds, with the range as a band.
+
+    Examples:
+        >>> axes = pruning_curves([0, 0.5, 1], {"random": [0.9, 0.7, 0.2]})
     """
     axes = _axes(axes, "heads removed", "score")
     steps = _array(removed)
@@ -182,6 +228,9 @@ def before_and_after(before: Values, after: Values, *, name: str = "", axes: Any
 
     Returns:
         The axes: a point for each head, coloured by layer; on the diagonal nothing changed.
+
+    Examples:
+        >>> axes = before_and_after(torch.rand(6, 12), torch.rand(6, 12), name="entropy")
     """
     axes = _axes(axes, f"{name} before".strip(), f"{name} after".strip())
     first, second = _array(before), _array(after)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ def head_grids(results: Sequence[LayeredResult], keys: Sequence[LayerKey]) -> li
     """Lay out quantities of one number per head, the most telling first.
 
     Args:
-        results: results of any kind; those with labels hold no such quantity.
+        results: results of any kind; those with labels, or of layers alone, hold no such quantity.
         keys: all layers, in the order of the page.
 
     Returns:
@@ -32,18 +33,19 @@ def head_grids(results: Sequence[LayeredResult], keys: Sequence[LayerKey]) -> li
     """
     grids: dict[str, dict[str, Any]] = {}
     for result in results:
-        if hasattr(result, "labels"):
+        if hasattr(result, "labels") or "head" not in result.axes:
             continue
         matrices = {name: values for name, values in result.tensors().items() if values.dim() == 2}
         for field, values in matrices.items():
             name = field.replace("_", " ")
             if field in grids:  # another result has it as well
-                name = f"{name}, {type(result).__name__.removesuffix('Result')}"
+                name = f"{name}, {in_words(result).lower()}"
             grids[name if field in grids else field] = {
                 "name": name,
                 "meaning": result.meanings.get(field, ""),
                 "layers": [keys.index(key) for key in result.layers],
                 "values": numbers(values),
+                **_examples(result),
             }
     return [grids[name] for name in sorted(grids, key=_rank)]
 
@@ -117,7 +119,7 @@ def _by_label(result: LayeredResult, keys: Sequence[LayerKey]) -> list[dict[str,
         if tuple(values.shape) != by_layer:
             continue
         lines = dict(zip(labels or [""], values.reshape(len(result.layers), -1).T, strict=True))
-        title = f"{type(result).__name__.removesuffix('Result')}: {name.replace('_', ' ')}"
+        title = f"{in_words(result)}: {name.replace('_', ' ')}"
         curves.append(_curve(title, result.layers, keys, lines, result.meanings.get(name, "")))
     return curves
 
@@ -136,6 +138,27 @@ def _curve(
         "labels": list(lines),
         "values": numbers(torch.stack([values.double() for values in lines.values()])),
     }
+
+
+def _examples(result: LayeredResult) -> dict[str, int]:
+    """How many examples a result is of, where it says so."""
+    counted = result.tensors().get("examples")
+    if counted is None or not counted.isfinite().any():
+        return {}
+    return {"examples": int(counted[counted.isfinite()].max())}
+
+
+def in_words(result: LayeredResult) -> str:
+    """Name a kind of result in words, as in `Label attention`.
+
+    Args:
+        result: of any kind.
+
+    Returns:
+        The name.
+    """
+    name = type(result).__name__.removesuffix("Result")
+    return re.sub("(?<=[a-z])(?=[A-Z])", " ", name).capitalize()
 
 
 def numbers(values: Tensor) -> list[list[float | None]]:

@@ -31,7 +31,6 @@ _RANGES = {
     "correlation": (-1.0, 1.0),
     "pooled_correlation": (-1.0, 1.0),
 }
-_MOST_QUANTITIES = 6  # columns of a layer table
 
 
 def text_table(
@@ -80,18 +79,9 @@ def head_table(
     """
     values = result.field(field)
     low, high = _range_of(values, field)
-    labels = result.row_labels("")
-    rows = [[_coloured(value, low, high) for value in row] for row in values.tolist()]
-    widest = max(len(text) for row in rows for text in row)
-    fitting = max(1, (width - max(map(len, ["layer", *labels]))) // (widest + 1))
-    blocks = [_title(field, low, high)]
-    for start in range(0, values.shape[1], fitting):
-        heads = range(values.shape[1])[start : start + fitting]
-        lines = [
-            (Text(label), *row[start : heads.stop]) for label, row in zip(labels, rows, strict=True)
-        ]
-        blocks.append(text_table("", ["layer", *map(str, heads)], lines, gap=1))
-    return Group(*blocks)
+    heads = list(map(str, range(values.shape[1])))
+    title = _title(f"{field.replace('_', ' ')}, layer × head", low, high)
+    return _grid(title, result.row_labels(""), heads, values, (low, high), width)
 
 
 def explanation(result: LayeredResult, field: str = "effective_fraction") -> str:
@@ -108,7 +98,9 @@ def explanation(result: LayeredResult, field: str = "effective_fraction") -> str
     title = field.replace("_", " ").capitalize()
     sentences = [f"{title}: {result.meanings.get(field, 'one number per head')}."]
     finite = torch.isfinite(values)
-    if bool(finite.any()):
+    if len({cell(value) for value in values[finite].tolist()}) == 1:
+        sentences.append(f"It is {cell(values[finite][0].item())} for every head.")
+    elif bool(finite.any()):
         lowest = int(values.masked_fill(~finite, torch.inf).argmin())
         highest = int(values.masked_fill(~finite, -torch.inf).argmax())
         low, high = _place(result, values, lowest), _place(result, values, highest)
@@ -122,28 +114,32 @@ def explanation(result: LayeredResult, field: str = "effective_fraction") -> str
     return " ".join(sentences)
 
 
-def layer_table(title: str, result: LayeredResult) -> RenderableType:
-    """Lay out the first quantities of a result, averaged over all but the layers.
+def layer_table(title: str, result: LayeredResult, width: int = 80) -> RenderableType:
+    """Lay out the quantities of a result that say most, by layer, averaged over heads.
 
     Args:
         title: what stands above.
         result: the result.
+        width: columns of the terminal; labels that do not fit continue in a table below.
 
     Returns:
-        Something to print on a `rich` console.
+        Something to print on a `rich` console: where the result tells labels apart, a table for
+        each quantity with a column for each label.
     """
-    layers = len(result.layers)
-    means = {
-        quantity: tensor.double().reshape(layers, -1).nanmean(1).tolist()
-        for quantity, tensor in result.tensors().items()
-        if tensor.dim() in (1, 2) and len(tensor) == layers
-    }
-    shown = list(means)[:_MOST_QUANTITIES]
-    rows = [
-        [label, *(_short(means[quantity][row]) for quantity in shown)]
-        for row, label in enumerate(result.row_labels())
+    layers, labels = result.row_labels(), getattr(result, "labels", ("",))
+    means = {}
+    for quantity in result.shown:
+        values = result.field(quantity)
+        by_label = values.double().reshape(len(layers), -1, len(labels) if values.dim() > 1 else 1)
+        means[quantity.replace("_", " ")] = by_label.nanmean(1)
+    if len(labels) == 1:
+        columns = torch.cat(list(means.values()), 1)
+        return _grid(Text(title, style="bold"), layers, list(means), columns, None, width)
+    blocks = [
+        _grid(Text(f"{title}: {name}, by label", style="bold"), layers, labels, values, None, width)
+        for name, values in means.items()
     ]
-    return text_table(title, ["layer", *(name.replace("_", " ") for name in shown)], rows)
+    return Group(*blocks)
 
 
 def rates_table(
@@ -186,6 +182,32 @@ def rates_table(
     return Group(*blocks, Text(controls))
 
 
+def _grid(
+    title: Text,
+    labels: Sequence[str],
+    columns: Sequence[str],
+    values: Tensor,
+    scale: tuple[float, float] | None,
+    width: int,
+) -> RenderableType:
+    """A number for each row and column, coloured on a scale if there is one, in tables that fit."""
+    rows = [
+        [Text(cell(value), _style(_position(value, *scale)) if scale else "") for value in row]
+        for row in values.tolist()
+    ]
+    widest = max([*map(len, columns), *(len(text) for row in rows for text in row)])
+    fitting = max(1, (width - max(map(len, ["layer", *labels]))) // (widest + 1))
+    blocks: list[RenderableType] = [title]
+    for start in range(0, len(columns), fitting):
+        shown = columns[start : start + fitting]
+        lines = [
+            (Text(label), *row[start : start + fitting])
+            for label, row in zip(labels, rows, strict=True)
+        ]
+        blocks.append(text_table("", ["layer", *shown], lines, gap=1))
+    return Group(*blocks)
+
+
 def _place(result: LayeredResult, values: Tensor, index: int) -> str:
     row, head = divmod(index, values.shape[1])
     return f"{cell(values[row, head].item())} (layer {result.row_labels('')[row]}, head {head})"
@@ -198,17 +220,17 @@ def _range_of(values: Tensor, field: str) -> tuple[float, float]:
     return (finite.min().item(), finite.max().item()) if finite.numel() else (0.0, 1.0)
 
 
-def _title(field: str, low: float, high: float) -> RenderableType:
-    """The field's name and its colour scale from low to high."""
-    title = Text(f"{field.replace('_', ' ')}, layer × head  ", style="bold")
+def _title(name: str, low: float, high: float) -> Text:
+    """A name and its colour scale from low to high."""
+    title = Text(f"{name}  ", style="bold")
     title.append(f"{cell(low)} ", style="not bold")
     for step in range(5):
         title.append("   ", style=_style(step / 4))
     return title.append(f" {cell(high)}", style="not bold")
 
 
-def _coloured(value: float, low: float, high: float) -> Text:
-    return Text(cell(value), _style((value - low) / (high - low) if high > low else 1.0))
+def _position(value: float, low: float, high: float) -> float:
+    return (value - low) / (high - low) if high > low else 1.0
 
 
 def _style(position: float) -> Style:
@@ -230,7 +252,3 @@ def _style(position: float) -> Style:
 
 def _percent(rates: Tensor) -> list[str]:
     return ["–" if rate != rate else f"{100 * rate:.1f}" for rate in rates.flatten().tolist()]
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else cell(value)

@@ -6,14 +6,28 @@ runs eagerly, without recompiling; outside it, the compiled code is used again.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
+from torch._dynamo import eval_frame
 
 from attnlens.tap.shared import SharedSetting
 
-_eager = SharedSetting(lambda: torch.compiler.set_stance("force_eager"))
+
+@contextmanager
+def _force_eager() -> Iterator[None]:
+    """Force the stance of the compiler; one that someone sets meanwhile stays."""
+    stance = torch.compiler.set_stance("force_eager")
+    try:
+        yield
+    finally:
+        if eval_frame._stance is stance.stance:
+            stance.__exit__(None, None, None)
+
+
+_eager = SharedSetting(_force_eager)
 
 
 def running_eagerly(model: nn.Module) -> AbstractContextManager[None]:

@@ -11,16 +11,20 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from attnlens.tap.hooks import is_suspended
 from attnlens.tap.passing import by_name
-from attnlens.tap.shared import SharedSetting, ThreadDepth, replaced
+from attnlens.tap.shared import SharedSetting, replaced
+from attnlens.tap.tracing import AttentionTrace, Event, in_interface
+
+# What transformers registers itself; a name of someone else's may follow other conventions.
+_OWN = frozenset({"eager", *AttentionInterface._global_mapping})
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,12 +36,17 @@ class InterfaceCall:
         implementation: `"eager"`, `"sdpa"`, ...
         arguments: every argument by name.
         context: the first result, `[B, Q, H, D]`.
+        function: the attention function.
+        events: the softmax·V products that ran inside it, if it is not one of transformers' own,
+            for which alone the arguments are known to say what runs; else None.
     """
 
     module: nn.Module
     implementation: str
     arguments: dict[str, Any]
     context: Tensor
+    function: Callable[..., Any]
+    events: list[Event] | None = None
 
     @property
     def is_causal(self) -> bool:
@@ -51,7 +60,6 @@ class InterfaceCall:
 Listener = Callable[[InterfaceCall], None]
 
 _lock = threading.Lock()
-_running = ThreadDepth()
 _listeners: dict[int, tuple[Listener, ...]] = {}
 
 
@@ -74,30 +82,35 @@ def listen(modules: Iterable[nn.Module], listener: Listener) -> Iterator[None]:
                         _listeners[identity] = rest
 
 
-def running() -> bool:
-    """Tell whether an attention function of the interface is running in this thread."""
-    return bool(_running)
-
-
 @contextmanager
 def _wrapping() -> Iterator[None]:
-    """Let both ways to an attention function lead to it wrapped."""
+    """Let every way to an attention function lead to it wrapped, whoever laid the way."""
     interface: Any = AttentionInterface
+    instance: Any = ALL_ATTENTION_FUNCTIONS
     named, indexed = interface.get_interface, interface.__getitem__
 
     def get_interface(self: AttentionInterface, implementation: str, default: Any) -> Any:
-        function = named(self, implementation, default)
-        eager = implementation in (None, "eager") or function is default
-        return _watched(function, "eager" if eager else implementation)
+        return _named(named, self, implementation, default)
 
     def getitem(self: AttentionInterface, implementation: str) -> Any:
         return _watched(indexed(self, implementation), implementation)
 
-    with (
-        replaced(interface, "get_interface", get_interface),
-        replaced(interface, "__getitem__", getitem),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(replaced(interface, "get_interface", get_interface))
+        stack.enter_context(replaced(interface, "__getitem__", getitem))
+        if "get_interface" in vars(instance):  # which the class's does not reach
+            own = vars(instance)["get_interface"]
+            named_here = functools.partial(_named, lambda _, *args: own(*args), instance)
+            stack.enter_context(replaced(instance, "get_interface", named_here))
         yield
+
+
+def _named(
+    named: Callable[..., Any], interface: AttentionInterface, implementation: str, default: Any
+) -> Any:
+    function = named(interface, implementation, default)
+    eager = implementation in (None, "eager") or function is default
+    return _watched(function, "eager" if eager else implementation)
 
 
 _wrapped = SharedSetting(_wrapping)
@@ -108,20 +121,28 @@ def _watched(function: Callable[..., Any], implementation: str) -> Callable[...,
     if hasattr(function, "_attnlens_original"):
         function = function._attnlens_original
 
+    is_own = implementation in _OWN and function.__module__.startswith("transformers.")
+
     @functools.wraps(function)
     def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _running.entered():
+        listeners = () if is_suspended() else _listeners.get(id(module), ())
+        events = None if is_own or not listeners else list[Event]()
+        with in_interface.entered(), nullcontext() if events is None else _inside(events):
             result = function(module, *args, **kwargs)
-        listeners = _listeners.get(id(module))
-        if listeners and not is_suspended():
+        if listeners:
             arguments = _by_name(function, module, args, kwargs)
-            call = InterfaceCall(module, implementation, arguments, result[0])
+            call = InterfaceCall(module, implementation, arguments, result[0], function, events)
             for listener in listeners:
                 listener(call)
         return result
 
     watched._attnlens_original = function  # type: ignore[attr-defined]
     return watched
+
+
+def _inside(events: list[Event]) -> AttentionTrace:
+    """Collect the softmax·V products that run in a block."""
+    return AttentionTrace(events.append, lambda *_: None, lambda: None, everywhere=True)
 
 
 def _by_name(

@@ -8,7 +8,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_iter
 
+from attnlens.tap.hooks import unobserved
 from attnlens.tap.passing import by_name
 from attnlens.tap.sites import pretrained_models
 
@@ -34,13 +37,16 @@ class Forward:
     has_graph: bool
 
     @classmethod
-    def of(cls, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Forward:
+    def of(
+        cls, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], has_graph: bool
+    ) -> Forward:
         """Describe a forward pass that begins.
 
         Args:
             module: what is called.
             args: its positional arguments.
             kwargs: its keyword arguments.
+            has_graph: whether gradients are enabled.
 
         Returns:
             The forward pass.
@@ -59,7 +65,7 @@ class Forward:
                 module.training,
                 frozenset(name for name, value in arguments.items() if value is not None),
             ),
-            torch.is_grad_enabled(),
+            has_graph,
         )
 
 
@@ -73,11 +79,16 @@ class Forwards:
 
     Attributes:
         count: number of outermost forward passes so far.
+        looked: whether any was looked at.
+        without_values: what ran forward passes on tensors that stand for others, which cannot be
+            looked at.
         running: those that run now and are looked at, outermost first.
     """
 
     def __init__(self, every: int, mode: Mode) -> None:
         self.count = 0
+        self.looked = False
+        self.without_values: set[str] = set()
         self.running: list[Forward] = []
         self._every = every
         self._mode = mode
@@ -99,29 +110,58 @@ class Forwards:
             self.clear()  # an interrupt tore down a forward without running its hooks
         self._modules.append(module)
         outermost = len(self._modules) == 1
-        if outermost:
-            self._looking = self._choose(module)
-        if self._looking:
-            self.running.append(Forward.of(module, args, kwargs))
+        has_graph = torch.is_grad_enabled()
+        with unobserved():
+            if outermost:
+                self._looking = self._choose(module, args, kwargs)
+            if self._looking:
+                self.looked = True
+                self.running.append(Forward.of(module, args, kwargs, has_graph))
         return outermost
 
-    def end(self, module: nn.Module) -> None:
-        """Close the forward pass of a module, and those inside it that never ended."""
+    def end(self, module: nn.Module) -> bool:
+        """Close the forward pass of a module, and those inside it that never ended.
+
+        Args:
+            module: the model, or a pretrained model inside it.
+
+        Returns:
+            Whether no other is running around it.
+        """
         while self._modules and self._modules.pop() is not module:
             continue
         del self.running[len(self._modules) :]
+        return not self._modules
 
     def clear(self) -> None:
         """Forget everything that runs."""
         self._modules.clear()
         self.running.clear()
 
-    def _choose(self, module: nn.Module) -> bool:
+    def _choose(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Count an outermost forward pass and tell whether it is one to look at."""
         if self._mode != "both" and module.training != (self._mode == "train"):
             return False
         self.count += 1
+        obstacle = _without_values(args, kwargs)
+        if obstacle:
+            self.without_values.add(obstacle)
+            return False
         return (self.count - 1) % self._every == 0
+
+
+def _without_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """What runs a forward pass on tensors that have no values of their own; empty if nothing."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a torch.func transform"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+    if torch.compiler.is_exporting() or any(map(torch._is_functional_tensor, tensors)):
+        return "torch.export"
+    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+        return "fake or meta tensors"
+    return ""
 
 
 def forward_roots(model: nn.Module) -> list[nn.Module]:

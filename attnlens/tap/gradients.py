@@ -137,7 +137,7 @@ class _GradientHook:
                 f"{capture.site} changed its context in place, so the product of the context with "
                 f"its gradient is lost. Leave this layer out with layers=."
             )
-        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+        with unobserved(), torch.autocast(gradient.device.type, enabled=False):
             self._deliver(capture, self._arrange(gradient.detach()))
 
 

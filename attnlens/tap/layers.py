@@ -6,8 +6,8 @@ a layer must be the very tensor that left the one before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from attnlens.capture import Capture, HiddenState, LayerCapture, Link
 from attnlens.errors import UnsupportedAttentionError
 from attnlens.observer import LayerObserver
 from attnlens.tap.forwards import Forwards
-from attnlens.tap.hooks import Hook, replaying, suspended
+from attnlens.tap.hooks import Hook, replaying, unheard, unobserved
 from attnlens.tap.order import LayerOrder
 from attnlens.tap.passing import output_tensors
 from attnlens.tap.rerun import LayerCall, Layout, arranged
@@ -82,9 +82,9 @@ class LayerTap:
         stack.callback(self._detach)
         for layer in self.layers:
             enter, leave = Hook(partial(self._enter, layer)), Hook(partial(self._leave, layer))
-            before = layer.module.register_forward_pre_hook(enter, with_kwargs=True)
-            stack.callback(before.remove)
-            stack.callback(layer.module.register_forward_hook(leave, always_call=True).remove)
+            module = layer.module
+            stack.callback(enter.attach(module.register_forward_pre_hook, with_kwargs=True))
+            stack.callback(leave.attach(module.register_forward_hook, always_call=True))
 
     @property
     def silent(self) -> list[str]:
@@ -130,7 +130,7 @@ class LayerTap:
     def _close(self, completed: bool) -> None:
         was_open, self._open = self._open, False
         if was_open:
-            with _unheard():
+            with unheard():
                 for observer in self._observers:
                     observer.end_forward(completed)
 
@@ -160,6 +160,12 @@ class LayerTap:
             return
         self._order.invoke(layer)
         self.fired.add(layer.name)
+        with unobserved():
+            self._entered(layer, module, args, kwargs)
+
+    def _entered(
+        self, layer: Site, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
         taken = LayerCall.of(layer.name, module, args, kwargs)
         if taken is None:
             self._tails[layer.stack] = _UNKNOWN
@@ -178,8 +184,8 @@ class LayerTap:
         tensors = output_tensors(output)
         if running is None or not tensors or replaying():
             return
-        self._tails[layer.stack] = tensors[0], _version(tensors[0])
-        with _unheard():
+        with unheard():
+            self._tails[layer.stack] = tensors[0], _version(tensors[0])
             self._take(layer, running, tensors[0])
 
     def _take(self, layer: Site, running: _Running, left: Tensor) -> None:
@@ -224,7 +230,7 @@ class LayerTap:
 
     def _receive(self, receive: Callable[[Tensor], None], layout: Layout, gradient: Tensor) -> None:
         if self._attached:
-            with _unheard():
+            with unheard():
                 receive(arranged(gradient, layout))
 
     def _layout(self, layer: Site, running: _Running) -> Layout:
@@ -248,13 +254,6 @@ class LayerTap:
             if keys is not None and keys.shape == mask.shape:
                 mask = mask & keys.to(mask.device)
         return mask
-
-
-@contextmanager
-def _unheard() -> Iterator[None]:
-    """Let observers compute in a block, without gradients and unheard by any lens."""
-    with suspended(), torch.no_grad():
-        yield
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -34,6 +34,40 @@ def open_body() -> Iterator[None]:
         yield
 
 
+def fusable_layers(model: nn.Module) -> dict[str, nn.TransformerEncoderLayer]:
+    """List torch's own encoder layers, which have a fused kernel for evaluation, by name."""
+    modules = model.named_modules()
+    return {name: m for name, m in modules if isinstance(m, nn.TransformerEncoderLayer)}
+
+
+def may_fuse(layer: nn.TransformerEncoderLayer) -> bool:
+    """Tell whether one of torch's encoder layers may run its fused kernel now.
+
+    The kernel hides its attention. torch avoids it where a hook or a function mode exists, which
+    changes the output: in padded rows it is no longer zero.
+
+    Args:
+        layer: about to be called.
+
+    Returns:
+        True if the kernel runs unless a hook or a mode is there.
+    """
+    attention = layer.self_attn
+    gradient = torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters())
+    return (
+        torch.backends.mha.get_fastpath_enabled()
+        and not layer.training
+        and not gradient
+        and bool(attention.batch_first)
+        and attention.in_proj_bias is not None
+        and attention._qkv_same_embed_dim
+        and bool(layer.activation_relu_or_gelu)
+        and layer.norm1.eps == layer.norm2.eps
+        and attention.num_heads % 2 == 0
+        and not torch.is_autocast_enabled()
+    )
+
+
 def takes_fused_path(
     module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:

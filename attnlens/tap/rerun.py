@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticLayer
+from transformers.integrations.moe import ExpertsInterface
 
 from attnlens.errors import InputError
-from attnlens.tap.hooks import suspended
+from attnlens.tap.hooks import is_suspended, suspended
 from attnlens.tap.passing import output_tensors
+from attnlens.tap.shared import SharedSetting, replaced
 
 Layout = Literal["batch", "tokens", "packed"]
 """Hidden states as `[B, K, M]`, as `[K, B, M]`, or as `[K, M]` with all examples in a row."""
@@ -62,11 +66,12 @@ class LayerCall:
         if hidden is None:
             return None
         device = hidden.device.type
+        without_empty = partial(_without_empty, module)
         call = cls(
             name,
             module,
-            tuple(None if value is hidden else value for value in args),
-            {key: None if value is hidden else value for key, value in kwargs.items()},
+            tuple(None if value is hidden else without_empty(value) for value in args),
+            {k: None if value is hidden else without_empty(value) for k, value in kwargs.items()},
             tuple(place for place, value in given.items() if value is hidden),
             (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
         )
@@ -85,10 +90,13 @@ class LayerCall:
         Raises:
             InputError: if the layer would write a cache a second time.
         """
-        if any(_is_cache(value) for value in (*self.args, *self.kwargs.values())):
+        caches = filter(_is_cache, (*self.args, *self.kwargs.values()))
+        for cache in caches:
             raise InputError(
-                f"{self.name} was given a cache, which calling it again for its derivatives would "
-                f"write to. Pass use_cache=False to the model, or kinds= to the lens."
+                f"{self.name} was given a {type(cache).__name__}, of earlier tokens or of a fixed "
+                f"size, which calling it again would write to. Tokens can be followed through one "
+                f"forward pass over the whole sequence: not through a step of generate(), a static "
+                f"cache or the prefix of prefix tuning."
             )
         hidden = hidden.squeeze(0) if layout == "packed" else arranged(hidden, layout)
         args, kwargs = list(self.args), dict(self.kwargs)
@@ -100,6 +108,7 @@ class LayerCall:
         device, dtype, enabled = self.autocast
         with (
             suspended(),
+            _differentiable_experts.held(),
             # Casts made here must not be reused by the model, which may need their gradients.
             torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False),
         ):
@@ -150,3 +159,38 @@ def arranged(tensor: Tensor, layout: Layout) -> Tensor:
 
 def _is_cache(value: Any) -> bool:
     return isinstance(value, Cache) or type(value).__name__.endswith("Cache")
+
+
+def _without_empty(module: nn.Module, value: Any) -> Any:
+    """An argument of a layer, or None for a cache in which the layer has nothing yet."""
+    cache = getattr(value, "self_attention_cache", value)
+    places = (getattr(inner, "layer_idx", None) for inner in module.modules())
+    place = next((place for place in places if isinstance(place, int)), None)
+    if not isinstance(cache, Cache) or place is None:
+        return value
+    layers = cache.layers[place : place + 1]
+    return value if any(map(_holds_tokens, layers)) else None
+
+
+def _holds_tokens(layer: Any) -> bool:
+    """Whether a layer of a cache has, or has room for, tokens that its masks count."""
+    states = getattr(layer, "has_previous_state", {}).values()
+    return isinstance(layer, StaticLayer) or getattr(layer, "is_initialized", False) or any(states)
+
+
+@contextmanager
+def _eager_experts() -> Iterator[None]:
+    """Let layers that are called again run their experts one by one.
+
+    Grouped products of all experts have no forward derivative.
+    """
+    former = ExpertsInterface.get_interface
+
+    def get_interface(self: ExpertsInterface, implementation: str, default: Any) -> Any:
+        return default if is_suspended() else former(self, implementation, default)
+
+    with replaced(ExpertsInterface, "get_interface", get_interface):
+        yield
+
+
+_differentiable_experts = SharedSetting(_eager_experts)

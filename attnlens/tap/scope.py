@@ -2,28 +2,48 @@
 
 The first forward pass with a given kind of input is a discovery: every module is followed, and
 the innermost module that contains both a softmax and its product is an attention site. What was
-found is remembered per model structure, so that later passes, and later lenses, trace only
-inside those modules.
+found is remembered for as long as the model lives, so that later passes, and later lenses, trace
+only inside those modules and such as have never run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from attnlens.tap import tracing
 from attnlens.tap.hooks import Hook, replaying
+from attnlens.tap.interrupts import uninterrupted
 from attnlens.tap.multihead import takes_fused_path
+from attnlens.tap.sites import stack_of
 from attnlens.tap.tracing import AttentionTrace, Event, SeenProduct
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never run
 
 Signature = tuple[object, ...]
 
-_remembered: dict[Signature, frozenset[str]] = {}  # names of attention modules
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """What forward passes of a kind have shown, by names of modules.
+
+    Attributes:
+        attending: those that ran attention.
+        idle: those that ran none.
+        followed: those that are followed from now on.
+    """
+
+    attending: set[str] = field(default_factory=set)
+    idle: set[str] = field(default_factory=set)
+    followed: frozenset[str] = frozenset()
+
+
+_remembered: MutableMapping[nn.Module, dict[Signature, _Known]] = WeakIdKeyDictionary()
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +83,7 @@ class TraceScope:
         replays: bool = False,
     ) -> None:
         self.fused: set[str] = set()
+        self._ran: set[str] = set()
         self._attending: set[str] = set()  # names of the modules in which attention was heard
         self._model = model
         self._modules = dict(model.named_modules())
@@ -71,7 +92,7 @@ class TraceScope:
         self._replays = replays
         self._path: list[Frame] = []
         self._trace = AttentionTrace(self._event, linear, lambda: tuple(self._path))
-        self._handles: list[RemovableHandle] = []
+        self._removals: list[Callable[[], None]] = []
         self._followed: frozenset[str] | None = None
         self._signature: Signature | None = None
 
@@ -83,26 +104,37 @@ class TraceScope:
         """
         self.stop()
         self._signature = (self._structure, *inputs)
-        sites = _remembered.get(self._signature)
-        followed = frozenset(self._modules) if sites is None else self._with_guards(sites)
+        known = _remembered.get(self._model, {}).get(self._signature)
+        followed = frozenset(self._modules) if known is None else known.followed
         if followed != self._followed:
-            self._follow(followed)
-        if sites is None:
+            with uninterrupted():
+                self._follow(followed)
+        if known is None:
             self._push("", self._model)
 
     def end(self, completed: bool) -> None:
-        """Close a forward pass; after a discovery, remember what was found.
+        """Close a forward pass, and remember what it showed.
+
+        Modules that it did not run, such as dropped layers, will be followed again.
 
         Args:
-            completed: whether the forward returned. One that raised has not shown every module,
-                so nothing is remembered of it.
+            completed: whether the forward returned. One that raised may have been stopped before
+                a module ran its attention, so nothing is remembered of it.
         """
-        if completed and self._signature is not None and self._signature not in _remembered:
-            _remembered[self._signature] = frozenset(self._attending | self.fused)
+        if completed and self._signature is not None:
+            self._remember(self._signature)
         self.stop()
+
+    def never_ran(self) -> list[str]:
+        """Name the modules that did not run, but differ by index only from some with attention."""
+        stacks = {stack_of(name) for name in self._attending}
+        ways = _remembered.get(self._model, {}).values()
+        ran = self._ran.union(*(known.idle for known in ways))
+        return [name for name in self._modules if stack_of(name) in stacks and name not in ran]
 
     def stop(self) -> None:
         """Stop tracing and forget what was being followed."""
+        self._signature = None
         tracing.remove(self._trace)
         self._path.clear()
         self._trace.forget()
@@ -110,24 +142,39 @@ class TraceScope:
     def detach(self) -> None:
         """Stop, and remove every hook."""
         self.stop()
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._followed = [], None
+        self._unfollow()
 
-    def _with_guards(self, sites: frozenset[str]) -> frozenset[str]:
-        """Sites, if there are any, and the modules inside which tracing must pause."""
-        guards = (n for n, m in self._modules.items() if isinstance(m, nn.MultiheadAttention))
-        return sites.union(guards) if sites else sites
+    def _remember(self, signature: Signature) -> None:
+        known = _remembered.setdefault(self._model, {}).setdefault(signature, _Known())
+        known.attending |= self._attending | self.fused
+        known.idle |= self._ran - known.attending
+        followed = {
+            name
+            for name in self._modules
+            if name not in known.idle and not isinstance(self._modules[name], _CONTAINERS)
+        }
+        if followed:  # inside these, tracing must pause
+            followed |= {
+                n for n, m in self._modules.items() if isinstance(m, nn.MultiheadAttention)
+            }
+        known.followed = frozenset(followed)
+
+    def _unfollow(self) -> None:
+        for remove in self._removals:
+            remove()
+        self._removals, self._followed = [], None
 
     def _follow(self, names: frozenset[str]) -> None:
-        self.detach()
+        self._unfollow()
         for name in names:
             if not name:
                 continue  # the root of a discovery is pushed by begin()
             module = self._modules[name]
-            enter = Hook(partial(self._enter, name))
-            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(Hook(self._leave), always_call=True))
+            enter, leave = Hook(partial(self._enter, name)), Hook(self._leave)
+            self._removals += [
+                enter.attach(module.register_forward_pre_hook, with_kwargs=True),
+                leave.attach(module.register_forward_hook, always_call=True),
+            ]
         self._followed = names
 
     def _enter(
@@ -137,6 +184,7 @@ class TraceScope:
             self._push(name, module, args, kwargs)
 
     def _push(self, name: str, module: nn.Module, args: Any = (), kwargs: Any = None) -> None:
+        self._ran.add(name)
         paused = isinstance(module, nn.MultiheadAttention) and takes_fused_path(
             module, args, kwargs or {}
         )

@@ -97,7 +97,8 @@ def select(
 def _checked_kinds(catalogue: Catalogue, kinds: Kinds) -> frozenset[Kind]:
     present = {site.kind for site in catalogue.interface}
     if kinds is None:
-        both = present and "encoder" not in present
+        promised = present or catalogue.kinds()
+        both = promised and "encoder" not in promised
         return frozenset(("encoder", "decoder") if both else ("encoder",))
     wanted = frozenset((kinds,) if isinstance(kinds, str) else kinds)
     if not wanted or wanted - KINDS:

@@ -20,21 +20,23 @@ class SharedSetting:
     def __init__(self, switch: Callable[[], AbstractContextManager[Any]]) -> None:
         self._switch = switch
         self._lock = threading.Lock()
-        self._holders = 0
+        self._holders: set[object] = set()
         self._on = ExitStack()
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Hold the setting for the duration of a block."""
-        with self._lock:
-            if not self._holders:
-                self._on.enter_context(self._switch())
-            self._holders += 1
+        holder = object()
         try:
+            with self._lock:
+                first = not self._holders
+                self._holders.add(holder)
+                if first:
+                    self._on.enter_context(self._switch())
             yield
         finally:
             with self._lock:
-                self._holders -= 1
+                self._holders.discard(holder)
                 if not self._holders:
                     self._on.close()
 
@@ -51,22 +53,28 @@ class ThreadDepth:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Be inside for the duration of a block."""
-        self._thread.depth = getattr(self._thread, "depth", 0) + 1
+        before = getattr(self._thread, "depth", 0)
         try:
+            self._thread.depth = before + 1
             yield
         finally:
-            self._thread.depth -= 1
+            self._thread.depth = before
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an object another attribute for a block; afterwards it has, or inherits, the former."""
+    """Give an object another attribute for a block; afterwards it has, or inherits, the former.
+
+    What someone else put in its place meanwhile stays.
+    """
     former = vars(owner).get(name, _ABSENT)
-    setattr(owner, name, value)
     try:
+        setattr(owner, name, value)
         yield
     finally:
-        if former is _ABSENT:
+        if vars(owner).get(name) is not value:
+            pass
+        elif former is _ABSENT:
             delattr(owner, name)
         else:
             setattr(owner, name, former)

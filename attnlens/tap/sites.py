@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import FunctionType
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_IMAGE_MODELING_MAPPING_NAMES,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from attnlens.capture import Kind
 from attnlens.errors import InputError
@@ -32,7 +37,7 @@ class Site:
     Attributes:
         name: qualified name of the module within the model the lens was given.
         stack: the name with its indices replaced by `*`.
-        layer: index among the sites of its stack, in module order.
+        layer: index of its block in the model's list of blocks, whether or not all of them attend.
         kind: encoder or decoder self-attention, or cross-attention.
     """
 
@@ -41,6 +46,59 @@ class Site:
     stack: str
     layer: int
     kind: Kind
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The list of blocks that some modules are in; hybrids have blocks that do not attend.
+
+    Attributes:
+        names: the blocks in module order; the modules themselves where they are in no list.
+        depth: number of parts of a block's name.
+    """
+
+    names: tuple[str, ...]
+    depth: int
+
+    @classmethod
+    def around(cls, peers: Sequence[str], modules: Iterable[str], layers: Sequence[str]) -> Blocks:
+        """Find the list that modules whose names differ by indices only are in.
+
+        The last index that differs is the block's. Where none does, as for the only attention of
+        a hybrid, it is that of the Transformer layer around it.
+
+        Args:
+            peers: the names of the modules.
+            modules: the names of all modules of the model, in order.
+            layers: the names of its Transformer layers.
+
+        Returns:
+            The list.
+        """
+        split = [name.split(".") for name in peers]
+        differing = [i for i, parts in enumerate(zip(*split, strict=True)) if len({*parts}) > 1]
+        if not differing and split:
+            around = (name for name in layers if _is_inside(peers[0], name) or peers[0] == name)
+            innermost = max(around, key=len, default="").split(".")
+            differing = [i for i, part in enumerate(innermost) if part.isdigit()][-1:]
+        if not differing:
+            return cls(tuple(peers), 1 + max(map(len, split), default=0))
+        depth = differing[-1] + 1
+        pattern = re.compile(
+            r"\.".join(
+                r"\d+" if i in differing else re.escape(part)
+                for i, part in enumerate(split[0][:depth])
+            )
+        )
+        return cls(tuple(filter(pattern.fullmatch, modules)), depth)
+
+    def __len__(self) -> int:
+        """Number of blocks."""
+        return len(self.names)
+
+    def index(self, name: str) -> int:
+        """Return the index of the block that a module is, or is inside."""
+        return self.names.index(".".join(name.split(".")[: self.depth]))
 
 
 class Catalogue:
@@ -54,6 +112,9 @@ class Catalogue:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._modules = dict(model.named_modules())
+        self._pretrained = [
+            name for name, module in self._modules.items() if isinstance(module, PreTrainedModel)
+        ]
         self._decoders = _decoder_names(self._modules)
         config = next((inner.config for inner in pretrained_models(model)), None)
         self._declared: Any = getattr(config, "num_hidden_layers", 0)
@@ -61,18 +122,19 @@ class Catalogue:
         # Where some modules of a stack use the interface, these alone count as its layers.
         self._peers = {**_by_stack(self._modules), **_by_stack(dispatching)}
         self._sites: dict[str, Site] = {}
+        self._blocks: dict[str, Blocks] = {}
         self.interface = tuple(map(self.site, dispatching))
 
     def site(self, name: str) -> Site:
         """Describe the module of a name as an attention site; always by the same object."""
         if name not in self._sites:
-            stack = _stack_of(name)
+            stack = stack_of(name)
             peers = self._peers[stack]
             if name not in peers:  # runs its own attention where its peers use the interface
                 peers.append(name)
             module = self._modules[name]
-            kind = self._kind(name, module)
-            self._sites[name] = Site(name, module, stack, peers.index(name), kind)
+            kind, _ = self.kind(name)
+            self._sites[name] = Site(name, module, stack, self._blocks_of(stack).index(name), kind)
         return self._sites[name]
 
     def layers(self) -> tuple[Site, ...]:
@@ -82,55 +144,84 @@ class Catalogue:
         any, the members of its module lists.
 
         Returns:
-            The layers in module order; their index counts within their stack.
+            The layers in module order.
         """
         return tuple(
-            Site(name, self._modules[name], stack, index, self._layer_kind(name))
-            for stack, members in _by_stack(self._layer_names()).items()
+            Site(name, self._modules[name], stack, blocks.index(name), self._layer_kind(name))
+            for stack, members in _by_stack(self._layer_names).items()
             if any(self._mixes_tokens(name) for name in members)
-            for index, name in enumerate(members)
+            for blocks in (Blocks.around(members, self._modules, self._layer_names),)
+            for name in members
         )
 
     def has(self, name: str) -> bool:
         """Tell whether an attention module of this name may exist."""
-        return name in self._peers.get(_stack_of(name), ())
+        return name in self._peers.get(stack_of(name), ())
 
     def served_by(self, site: Site) -> Iterable[int]:
         """List the layers that a site may serve: its own, or every layer where it is shared."""
         depth = self.depth(site.stack)
-        return range(depth) if depth > len(self._peers[site.stack]) else (site.layer,)
+        return range(depth) if depth > len(self._blocks_of(site.stack)) else (site.layer,)
 
     def kinds(self) -> set[Kind]:
         """List the kinds of attention that the names of modules promise."""
         return {
-            self._kind(name, self._modules[name])
+            self.kind(name)[0]
             for names in self._peers.values()
             for name in names
             if re.search("att", _leaf(name), re.IGNORECASE)
         }
 
     def depth(self, stack: str) -> int:
-        """Count the layers of a stack; a shared module serves as many as the config declares."""
-        modules = len(self._peers.get(stack, ()))
-        shared = modules == 1 and isinstance(self._declared, int)
-        return max(1, self._declared) if shared else modules
+        """Count the blocks of a stack; a shared one serves as many as the config declares."""
+        blocks = len(self._blocks_of(stack))
+        shared = blocks == 1 and isinstance(self._declared, int)
+        return max(1, self._declared) if shared else blocks
 
-    def _kind(self, name: str, module: nn.Module) -> Kind:
-        if getattr(module, "is_cross_attention", False) or any(
-            map(_CROSS.search, name.split(".")[-2:])
-        ):
-            return "cross"
-        decoder = getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
-        return "decoder" if name.startswith(self._decoders) or decoder is True else "encoder"
+    def kind(self, name: str) -> tuple[Kind, str]:
+        """Tell the kind of an attention module.
+
+        Args:
+            name: its name.
+
+        Returns:
+            The kind, and what tells it, in words.
+        """
+        module = self._modules[name]
+        if getattr(module, "is_cross_attention", False):
+            return "cross", "is_cross_attention is set"
+        if any(map(_CROSS.search, name.split(".")[-2:])):
+            return "cross", "it is named like cross-attention"
+        for flag in ("is_decoder", "is_causal"):
+            if getattr(module, flag, False) is True:
+                return "decoder", f"{flag} is set"
+        if name.startswith(self._decoders):
+            return "decoder", "it is in the decoder of an encoder-decoder"
+        owners = (n for n in self._pretrained if not n or name.startswith(f"{n}."))
+        owner = max(owners, key=len, default=None)
+        if owner is not None:
+            pretrained: Any = self._modules[owner]
+            if _only_generates(pretrained.config):
+                return "decoder", f"{type(pretrained).__name__} is a causal language model"
+        return "encoder", "nothing says that it is a decoder"
 
     def _layer_kind(self, name: str) -> Kind:
         module = self._modules[name]
-        kinds = {self._kind(f"{name}.{path}", child) for path, child in _mixing_inside(module)}
+        inside = (f"{name}.{path}" if path else name for path, _ in _mixing_inside(module))
+        kinds = {self.kind(path)[0] for path in inside}
         return "decoder" if "decoder" in kinds else "encoder"
 
+    def _blocks_of(self, stack: str) -> Blocks:
+        """The list of blocks that the modules of a stack are in."""
+        if stack not in self._blocks:
+            peers = self._peers.get(stack, ())
+            self._blocks[stack] = Blocks.around(peers, self._modules, self._layer_names)
+        return self._blocks[stack]
+
+    @cached_property
     def _layer_names(self) -> list[str]:
         """Names of the modules that may be layers, in module order."""
-        roots = {"", *(n for n, m in self._modules.items() if isinstance(m, PreTrainedModel))}
+        roots = {"", *self._pretrained}
         unclaimed, layers = list(self._modules), set[str]()
         for root in sorted(roots, key=len, reverse=True):  # inner models claim their modules first
             inside = [name for name in unclaimed if _is_inside(name, root)]
@@ -152,7 +243,7 @@ class Catalogue:
         )
 
     def _mixes_tokens(self, name: str) -> bool:
-        of_list = _looks_mixing(_stack_of(name).removesuffix(".*"))
+        of_list = _looks_mixing(stack_of(name).removesuffix(".*"))
         return of_list or any(True for _ in _mixing_inside(self._modules[name]))
 
 
@@ -207,11 +298,12 @@ def _by_stack(names: Iterable[str]) -> dict[str, list[str]]:
     """Group the names that differ by their indices only."""
     stacks: dict[str, list[str]] = {}
     for name in names:
-        stacks.setdefault(_stack_of(name), []).append(name)
+        stacks.setdefault(stack_of(name), []).append(name)
     return stacks
 
 
-def _stack_of(name: str) -> str:
+def stack_of(name: str) -> str:
+    """Replace the indices in the name of a module by `*`."""
     return _INDEX.sub("*", name)
 
 
@@ -241,6 +333,17 @@ def _outermost(names: Iterable[str]) -> Iterator[str]:
         if not any(".".join(parts[:length]) in outer for length in range(1, len(parts))):
             outer.add(name)
             yield name
+
+
+def _only_generates(config: Any) -> bool:
+    """Whether models of a configuration are decoders, whatever its values."""
+    kind = config.model_type
+    causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not hasattr(config, "is_decoder")
+    bidirectional = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES or (
+        getattr(config, "attn_type", None) == "bi"  # XLNet
+    )
+    causal = causal or kind in MODEL_FOR_CAUSAL_IMAGE_MODELING_MAPPING_NAMES
+    return causal and not bidirectional and not getattr(config, "is_encoder_decoder", False)
 
 
 def _decoder_names(modules: dict[str, nn.Module]) -> tuple[str, ...]:

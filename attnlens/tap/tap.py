@@ -17,14 +17,16 @@ from torch import nn
 from attnlens.capture import Capture
 from attnlens.errors import InputError
 from attnlens.observer import LayerObserver
-from attnlens.tap.calls import capture_of_call, capture_of_event, live_of_call, live_of_event
+from attnlens.tap.calls import capture_of_event, live_of_event
 from attnlens.tap.compiled import running_eagerly
 from attnlens.tap.dispatch import InterfaceCall, listen
+from attnlens.tap.foreign import ForeignFunctions
 from attnlens.tap.forwards import Forwards, Mode, forward_roots
 from attnlens.tap.gradients import DeliverGradient, Gradients, LiveContext
-from attnlens.tap.hooks import Hook, replaying, unobserved
+from attnlens.tap.hooks import Hook, Lifted, lifted, replaying, unobserved
 from attnlens.tap.layers import LayerTap
 from attnlens.tap.masks import Maskings
+from attnlens.tap.multihead import fusable_layers, may_fuse
 from attnlens.tap.order import LayerOrder
 from attnlens.tap.scope import Frame, TraceScope
 from attnlens.tap.selection import Selection
@@ -57,6 +59,7 @@ class Tap:
         fired: names of the sites that were heard at least once.
         heard: names of all modules with attention, chosen or not, that ran.
         fused: names of modules that ran torch's fused attention, which hides A.
+        elsewhere: how many forward passes of the model began in other threads.
     """
 
     def __init__(
@@ -82,6 +85,9 @@ class Tap:
         self.heard: set[str] = set()
         self._interface = {id(site.module): site for site in selection.catalogue.interface}
         self._waiting = Waiting(self._model, deliver)
+        self.elsewhere = 0
+        self._fusable = fusable_layers(self._model)
+        self._lifted: list[Lifted] = []
         self._scope = TraceScope(
             self._model,
             self._heard_event,
@@ -91,6 +97,7 @@ class Tap:
         self.fused = self._scope.fused
         self._order = LayerOrder()
         self._maskings = Maskings()
+        self._foreign = ForeignFunctions()
 
     def attach(self, stack: ExitStack) -> None:
         """Register every hook, each with its removal.
@@ -111,25 +118,25 @@ class Tap:
         stack.enter_context(running_eagerly(model))
         stack.callback(self._scope.detach)
         for root in forward_roots(model):
-            begin = root.register_forward_pre_hook(
-                Hook(self._begin), with_kwargs=True, prepend=True
-            )
-            stack.callback(begin.remove)
-            stack.callback(root.register_forward_hook(Hook(self._end), always_call=True).remove)
+            begin, end = Hook(self._begin, elsewhere=self._begun_elsewhere), Hook(self._end)
+            register = root.register_forward_pre_hook
+            stack.callback(begin.attach(register, with_kwargs=True, prepend=True))
+            stack.callback(end.attach(root.register_forward_hook, always_call=True))
         sites = self._selection.catalogue.interface
         for site in sites:
-            enter = site.module.register_forward_pre_hook(Hook(partial(self._enter, site)))
-            stack.callback(enter.remove)
+            enter = Hook(partial(self._enter, site))
+            stack.callback(enter.attach(site.module.register_forward_pre_hook))
         self._waiting.attach(stack)
-        stack.enter_context(listen([site.module for site in sites], self._heard_call))
+        stack.enter_context(listen([site.module for site in sites], Hook(self._heard_call)))
         if self.layers is not None:
             self.layers.attach(stack)
 
     @property
     def silent(self) -> list[str]:
         """Names of the chosen sites that were never heard."""
-        chosen = filter(self._selection.takes, self._selection.catalogue.interface)
-        return [site.name for site in chosen if site.name not in self.fired]
+        catalogue = self._selection.catalogue
+        sites = [*catalogue.interface, *map(catalogue.site, self._scope.never_ran())]
+        return [s.name for s in sites if self._selection.takes(s) and s.name not in self.fired]
 
     def _begin(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if replaying():
@@ -139,10 +146,13 @@ class Tap:
         if outermost:
             self._order = LayerOrder()
             self._clear()
+            self._scope.stop()
+            fused = self._lift()
         else:
             self._order.restart()
         if running and outermost:
-            self._scope.begin(running[0].path)
+            if not fused:
+                self._scope.begin(running[0].path)
             if self._announce is not None:
                 self._announce(running[0].arguments)
         if running and self.layers is not None:
@@ -152,7 +162,8 @@ class Tap:
         if replaying():
             return
         was_running = bool(self.forwards.running)
-        self.forwards.end(module)
+        if self.forwards.end(module):
+            self._put_back()
         if not was_running or self.forwards.running:
             return
         completed = output is not None  # torch calls this hook without one where the forward raised
@@ -164,6 +175,22 @@ class Tap:
         finally:
             self._clear()
 
+    def _begun_elsewhere(self) -> None:
+        self.elsewhere += 1
+
+    def _lift(self) -> bool:
+        """Take the hooks off layers that torch runs in one fused kernel, unless they have any."""
+        self._put_back()
+        layers = {name: layer for name, layer in self._fusable.items() if may_fuse(layer)}
+        self._lifted = [lift for layer in layers.values() for lift in lifted(layer)]
+        if self.forwards.running:
+            self.fused.update(f"{name}.self_attn".lstrip(".") for name in layers)
+        return bool(layers)
+
+    def _put_back(self) -> None:
+        while self._lifted:
+            self._lifted.pop().put_back()
+
     def _enter(self, site: Site, *_: Any) -> None:
         if self.forwards.running and not replaying():
             self._waiting.settle()
@@ -173,8 +200,8 @@ class Tap:
         site = self._interface[id(call.module)]
         self._heard(
             site,
-            lambda: capture_of_call(call, site.name, self._maskings),
-            lambda: live_of_call(call),
+            lambda: self._foreign.capture(call, site.name, self._maskings),
+            lambda: self._foreign.live(call),
         )
 
     def _heard_event(self, frame: Frame, event: Event) -> None:
@@ -247,6 +274,7 @@ class Tap:
 
     def _forget(self) -> None:
         self._clear()
+        self._put_back()
         self.forwards.clear()
         self._waiting.forget()
         if self.gradients is not None:

@@ -19,17 +19,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attnlens.tap import dispatch as interface
-from attnlens.tap.hooks import is_suspended
+from attnlens.tap.hooks import is_suspended, unobserved
 from attnlens.tap.layout import Product, einsum_product, matmul_product
 from attnlens.tap.multihead import open_body
+from attnlens.tap.shared import ThreadDepth
 
 _modes: Any = torch.overrides
+
+# Inside an attention function of transformers' interface, which is heard as a whole.
+in_interface = ThreadDepth()
 
 # Logits at or below this were masked: no model's scores reach it, every additive mask does.
 _MASKED = -5000.0
 
 _SOFTMAX = frozenset({"softmax", "_softmax"})
+_BEGINNINGS = _SOFTMAX | {"scaled_dot_product_attention", "linear"}
 _DROPOUT = frozenset({"dropout", "dropout_", "feature_dropout", "alpha_dropout"})
 _MATMUL = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
 # Same entries in another arrangement: what holds of an entry of A holds after them.
@@ -156,6 +160,7 @@ class AttentionTrace(TorchFunctionMode):
         linear: called with the input and weight of each linear function, also one written as a
             contraction over heads and widths.
         where: asked for a token at every softmax; returned with the event.
+        everywhere: report what runs inside functions of transformers' interface, too.
     """
 
     def __init__(
@@ -163,8 +168,10 @@ class AttentionTrace(TorchFunctionMode):
         heard: Callable[[Event], None],
         linear: Callable[[Tensor, Tensor], None],
         where: Callable[[], Any],
+        everywhere: bool = False,
     ) -> None:
         super().__init__()
+        self._everywhere = everywhere
         self._heard = heard
         self._linear = linear
         self._where = where
@@ -182,14 +189,16 @@ class AttentionTrace(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if interface.running() or is_suspended():
+        if (in_interface and not self._everywhere) or is_suspended():
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with open_body(), self:
                 return func(*args, **kwargs)
         output = func(*args, **kwargs)
-        with torch.no_grad():
-            self._observe(_Ran(func, getattr(func, "__name__", ""), args, kwargs, output))
+        name = getattr(func, "__name__", "")
+        if self._derived or name in _BEGINNINGS:
+            with unobserved():
+                self._observe(_Ran(func, name, args, kwargs, output))
         return output
 
     def _observe(self, ran: _Ran) -> None:

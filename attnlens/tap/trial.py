@@ -93,7 +93,18 @@ def example_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
             f"{type(model).__name__} takes {main!r}, for which no example can be made up. Pass "
             f"inputs={{{main!r}: ...}}."
         )
-    return {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    device = _device_of(model)
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def _device_of(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its inputs, also where its weights are kept elsewhere."""
+    for module in model.modules():
+        offloaded = getattr(module, "_hf_hook", None)
+        device = getattr(offloaded, "execution_device", None)
+        if device is not None and getattr(offloaded, "offload", False):
+            return torch.device(device)
+    return model.device
 
 
 def _tokens(config: Any, accepted: Any, generator: torch.Generator) -> dict[str, Tensor]:

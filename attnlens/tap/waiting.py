@@ -47,8 +47,8 @@ class Waiting:
 
     def attach(self, stack: ExitStack) -> None:
         """Watch the linear modules of the model until the stack closes."""
-        for handle in linear_hooks(self._model, self._received):
-            stack.callback(handle.remove)
+        for remove in linear_hooks(self._model, self._received):
+            stack.callback(remove)
 
     def add(self, capture: Capture, ordinal: int) -> None:
         """Deliver a capture, or let it wait.
@@ -126,8 +126,14 @@ class Waiting:
     def _send(self, capture: Capture, sources: _Sources, ordinal: int) -> None:
         source = sources.get(None) or sources.get(ordinal)
         with unobserved(), torch.autocast(capture.context.device.type, enabled=False):
-            output, reason = (None, NOT_FOUND) if source is None else source.read()
-            self._deliver(replace(capture, output_projection=output, projection_reason=reason))
+            output, reason = (None, NOT_FOUND) if source is None else source.read(capture.context)
+            capture = replace(
+                capture,
+                output_projection=output,
+                projection_reason=reason,
+                receiver="" if source is None else source.name,
+            )
+            self._deliver(capture)
 
 
 def _weight_owners(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:

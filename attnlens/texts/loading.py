@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 
 from attnlens.errors import AttnLensWarning, InputError
 from attnlens.texts.batching import TextModel
 
 # Tokenizers that know no limit say 1e30.
 _NO_LIMIT = 10**9
+_LONGEST_NAME = 200
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _logging: Any = logging
 
@@ -37,8 +37,10 @@ def load_model(name: str) -> PreTrainedModel:
     Raises:
         InputError: if there is no such model, or it cannot be loaded.
     """
-    model: PreTrainedModel = _load("model", name, AutoModel).eval()
-    return model
+    model, report = _load("model", name, AutoModel, output_loading_info=True)
+    _warn_of_missing(name, report["missing_keys"])
+    loaded: PreTrainedModel = model.eval()
+    return loaded
 
 
 def text_model(model: nn.Module, tokenizer: Any, name: str = "") -> TextModel:
@@ -60,19 +62,19 @@ def text_model(model: nn.Module, tokenizer: Any, name: str = "") -> TextModel:
             raise InputError(f"{type(part).__name__} is no {kind.__name__} of transformers.")
     assert isinstance(model, PreTrainedModel)
     name = name or getattr(model.config, "name_or_path", "") or type(model).__name__
-    if model.main_input_name != "input_ids":
-        raise InputError(f"{name} reads {model.main_input_name}, not text.")
+    _require_text(model, name)
     return TextModel(name, model, tokenizer, _longest(model, tokenizer))
 
 
-def load_text_model(name: str) -> TextModel:
-    """Load a model and its tokenizer with transformers' automatic classes.
+def load_text_model(name: str, load: Callable[[str], Any] = load_model) -> TextModel:
+    """Load a model and its tokenizer.
 
-    Of an encoder-decoder the encoder is kept, of a model with a text tower that tower. Code that
-    comes with a checkpoint is never run.
+    Of an encoder-decoder the encoder is kept, which a warning says, and of a model with a text
+    tower that tower. Code that comes with a checkpoint is never run.
 
     Args:
         name: a local folder, or the name of a model on the Hugging Face Hub.
+        load: loads the model.
 
     Returns:
         The model in evaluation mode, on the CPU.
@@ -80,10 +82,10 @@ def load_text_model(name: str) -> TextModel:
     Raises:
         InputError: if there is no such model, it cannot be loaded, or it does not read text.
     """
-    model, report = _load("model", name, AutoModel, output_loading_info=True)
+    model = _text_part(load(name), name)
+    _require_text(model, name)
     tokenizer = _load("tokenizer", name, AutoTokenizer)
-    _warn_of_missing(name, report["missing_keys"])
-    loaded = text_model(_text_part(model).eval(), tokenizer, name)
+    loaded = text_model(model, tokenizer, name)
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise InputError(
             f"{name} has no tokenizer: only special tokens were found. Put the files of the "
@@ -94,6 +96,19 @@ def load_text_model(name: str) -> TextModel:
     return loaded
 
 
+def _require_text(model: PreTrainedModel, name: str) -> None:
+    """Refuse a model that reads something else, before its tokenizer is missed."""
+    reads = model.main_input_name
+    if reads == "pixel_values":
+        raise InputError(
+            f"{name} reads pixels, not text. For images: attnlens report --images FILE."
+        )
+    if reads in ("input_values", "input_features"):
+        raise InputError(f"{name} reads sound, not text. In Python, a Lens looks at any model.")
+    if reads != "input_ids":
+        raise InputError(f"{name} reads {reads}, not text. In Python, a Lens looks at any model.")
+
+
 def _load(what: str, name: str, cls: Any, **options: Any) -> Any:
     """Call `from_pretrained`, and turn whatever it raises into an InputError."""
     local = _is_folder(name)
@@ -101,19 +116,21 @@ def _load(what: str, name: str, cls: Any, **options: Any) -> Any:
         with _quietly(local):
             return cls.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise InputError(f"Cannot load the {what} of {name}: {lines[0]}{_advice(local)}") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if "ignore_mismatched_sizes" in reason:  # what it points at was silenced
+            reason = "its weights are not of the sizes that its config.json says."
+        raise InputError(f"Cannot load the {what} of {name}: {reason}{_advice(local)}") from error
 
 
 def _is_folder(name: str) -> bool:
     """Tell a folder from a name on the Hub, and refuse what is neither."""
-    if name and Path(name).is_dir():
-        if not (Path(name) / "config.json").is_file():
+    if name and os.path.isdir(name):
+        if not os.path.isfile(os.path.join(name, CONFIG_NAME)):
             raise InputError(f"The folder {name} holds no model: it has no config.json.")
         return True
-    if Path(name).is_file():
+    if os.path.isfile(name):
         raise InputError(f"{name} is a file. Give the folder that holds config.json.")
-    if not _HUB_NAME.fullmatch(name):
+    if not _HUB_NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
         raise InputError(f"There is no folder {name!r}, nor can a model on the Hub have that name.")
     return False
 
@@ -138,10 +155,15 @@ def _warn_of_missing(name: str, missing: Sequence[str]) -> None:
         )
 
 
-def _text_part(model: Any) -> Any:
+def _text_part(model: Any, name: str) -> Any:
     """The part of a model that reads text."""
     if getattr(model.config, "is_encoder_decoder", False):
         model = model.get_encoder()
+        warnings.warn(
+            f"{name} is an encoder-decoder. Only its encoder is looked at.",
+            AttnLensWarning,
+            stacklevel=3,
+        )
     tower = getattr(model, "text_model", None)
     return tower if isinstance(tower, PreTrainedModel) else model
 

@@ -63,6 +63,11 @@ class LensCallback(TrainerCallback):
 
     Raises:
         InputError: if an argument is of the wrong kind or value.
+
+    Examples:
+        >>> callback = LensCallback([HeadStatistics(), HeadImportance()], every_n_steps=50)
+        >>> [type(observer).__name__ for observer in callback.observers]
+        ['HeadStatistics', 'HeadImportance']
     """
 
     def __init__(

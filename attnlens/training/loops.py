@@ -86,6 +86,13 @@ def monitor(
 
     Returns:
         A context manager with `scalars()`.
+
+    Examples:
+        >>> with monitor(model, HeadStatistics(), every=1, on="eval") as heads:
+        ...     output = model(**batch)
+        ...     scalars = heads.scalars()
+        >>> "attnlens/effective_fraction/layer_00/mean" in scalars
+        True
     """
     recent = Recent(checked_observers(observers))
     lens = Lens(model, *recent.observers, layers=layers, every=every, kinds=kinds, on=on)

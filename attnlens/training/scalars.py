@@ -47,9 +47,9 @@ class Choice:
         return self.keep == "all" or (self.keep != "summary" and (layer, head) in self.keep)
 
     def quantities_of(self, result: LayeredResult) -> dict[str, Tensor]:
-        """Return the chosen quantities of a result, `[L, H]` each, by name."""
-        by_head = tuple(result.axes) == ("layer", "head")
-        names = self.quantities or (result.shown if by_head else ())
+        """Return the chosen quantities of a result, `[L, H]` or `[L, 1]` each, by name."""
+        plain = tuple(result.axes) in (("layer", "head"), ("layer",))
+        names = self.quantities or (result.shown if plain else ())
         tensors = _matrices(result)
         return {name: tensors[name] for name in names if name in tensors}
 
@@ -90,7 +90,7 @@ def named_scalars(results: Sequence[LayeredResult], choice: Choice) -> dict[str,
         for name, layer, label, heads in layer_values(result, choice):
             scalars[f"attnlens/{name}/{label}/mean"] = heads.nanmean().item()
             for head, value in enumerate(heads.tolist()):
-                if choice.names_heads(layer, head):
+                if "head" in result.axes and choice.names_heads(layer, head):
                     scalars[f"attnlens/{name}/{label}/head_{head:02d}"] = value
     return {name: value for name, value in scalars.items() if not math.isnan(value)}
 
@@ -113,4 +113,8 @@ def layer_values(result: LayeredResult, choice: Choice) -> Iterator[tuple[str, i
 
 
 def _matrices(result: LayeredResult) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in result.tensors().items() if tensor.dim() == 2}
+    """Quantities of every head, or of every layer as if it had one."""
+    tensors = {n: t for n, t in result.tensors().items() if n not in result.apart}
+    if tuple(result.axes) == ("layer",):
+        return {name: tensor[:, None] for name, tensor in tensors.items() if tensor.dim() == 1}
+    return {name: tensor for name, tensor in tensors.items() if tensor.dim() == 2}

@@ -25,7 +25,7 @@ from tests.attention.test_statistics import (
     window,
 )
 from tests.conftest import Encoder
-from tests.support import models, reference
+from tests.support import models, reference, zoo
 from tests.support.captures import synthetic_capture
 
 NAMES = ("first", "second", "third")
@@ -293,3 +293,20 @@ def test_labels_may_change_between_forwards() -> None:
     torch.testing.assert_close(
         result.raw, torch.tensor([0.5, 0.0, 0.5], dtype=torch.float64).expand(2, 4, 3)
     )
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "llama"])
+def test_the_mass_of_a_learned_sink_is_a_field(name: str) -> None:
+    """Shares of the labels sum to one with it."""
+    example = zoo.build(name)
+    observer, recording = LabelAttention(), Recording()
+    with Lens(example.model, observer, recording), torch.no_grad():
+        example.model(**example.inputs)
+    result = observer.compute()
+    torch.testing.assert_close(result.raw.sum(-1) + result.sink, torch.ones(2, 4).double())
+    for row, capture in enumerate(recording.compute()):
+        real = capture.real_rows.expand(-1, 4, -1)
+        missing = (1 - capture.attention().double().sum(-1)).masked_fill(~real, 0)
+        expected = (missing.sum(-1) / real.sum(-1)).mean(0)
+        torch.testing.assert_close(result.sink[row], expected, rtol=1e-5, atol=1e-6)
+        assert bool((result.sink[row] > 0.01).all()) == (name == "gpt_oss")

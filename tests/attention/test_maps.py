@@ -67,7 +67,7 @@ def test_maps_share_no_memory_with_the_model() -> None:
 
 
 def test_bound_is_kept_before_it_is_crossed() -> None:
-    needed = 3 * 26 * 26 * (2 * 4 * 4 + 1)
+    needed = 3 * 26 * (26 * (2 * 4 * 4 + 1) + 4 * 4)
     capture = synthetic_capture(mask=MASKS["padding"])
     exact = EffectiveAttention(max_bytes=needed)
     exact.update(capture)

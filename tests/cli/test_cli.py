@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -124,6 +125,9 @@ def test_demo_shows_every_head_of_the_packaged_model():
     assert [len(row) for row in numbers] == [12] * 6
     values = torch.tensor(numbers)
     assert torch.isfinite(values).all() and values.max() <= 1 and values.min() < 0.5
+    said = " ".join(result.stdout.split())
+    share = re.search(r"(\d+)% of the attention could lie elsewhere, as a distribution", said)
+    assert share and 5 < int(share.group(1)) < 40
 
 
 def test_demo_json_holds_finite_numbers_of_every_head():
@@ -189,7 +193,7 @@ def test_output_folder_holds_the_result_twice_and_nothing_else(folders, text, tm
     assert json.loads(json.dumps(saved.to_dict())) == statistics_of(result)
     header = read_header(folder / "head_statistics.safetensors")
     assert header["model"] == str(folders / "bert")
-    assert header["settings"]["text"] == str(text)
+    assert header["settings"]["text"] == [str(text)]
 
 
 @pytest.mark.parametrize(
@@ -245,15 +249,15 @@ FAILURES = {
     "no text model": ("{models}/vision --text {text}", "pixel_values, not text"),
     "no file": ("{models}/bert --text /no/such.txt", "No such file"),
     "a folder": ("{models}/bert --text {models}", "Is a directory"),
-    "not utf-8": ("{models}/bert --text {latin}", "byte 0xe9 at offset 3"),
+    "not utf-8": ("{models}/bert --text {latin}", "byte 0xe9 at character 3"),
     "blank": ("{models}/bert --text {blank}", "holds no text"),
     "bad layer": ("{models}/bert --text {text} --layers 7", "there are 2 layers"),
-    "bad layer name": ("{models}/bert --text {text} --layers a.b", "layers='a.b'"),
-    "no layers": ("{models}/bert --text {text} --layers ,", "indices or module names"),
+    "bad layer name": ("{models}/bert --text {text} --layers a.b", "--layers 'a.b'"),
+    "no layers": ("{models}/bert --text {text} --layers ,", "--layers is a list, as in 0,3"),
     "bad field": ("{models}/bert --text {text} --field ranks", "effective_fraction"),
     "too long": ("{models}/bert --text {text} --max-length 25", "at most 24"),
     "too short": ("{models}/bert --text {text} --max-length 2", "at least 3"),
-    "bad folder": ("{models}/bert --text {text} --output {text}", "Cannot make the folder"),
+    "bad folder": ("{models}/bert --text {text} --output {text}", "it is a file, no folder"),
     "bad batch size": ("{models}/bert --text {text} --batch-size 0", "--batch-size"),
 }
 
@@ -339,7 +343,10 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_its_libraries_the_command_says_what_to_install(missing):
-    code = f"import sys; sys.modules[{missing!r}] = None; from attnlens.cli import main; main()"
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['attnlens', 'check', '/none']; "
+        f"from attnlens.cli import main; main()"
+    )
     finished = python(code)
     assert finished.returncode == 2 and finished.stdout == ""
     assert finished.stderr.splitlines() == [

@@ -33,7 +33,7 @@ def attribute(*arguments, stdin=None):
 
 
 def test_exact_json_equals_the_observer(folder):
-    result = attribute(folder, "--text", SENTENCE, "--exact", "--json", "--layer", "0")
+    result = attribute(folder, "--sentence", SENTENCE, "--exact", "--json", "--layers", "0")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     model = BertModel.from_pretrained(folder).eval()
@@ -43,19 +43,19 @@ def test_exact_json_equals_the_observer(folder):
         model(**batch)
     expected = observer.matrices[0].contribution[:, 0]
     assert len(document["tokens"]) == batch["input_ids"].shape[1]
-    torch.testing.assert_close(torch.tensor(document["contribution"]), expected[0].mT)
+    torch.testing.assert_close(torch.tensor(document["contribution"][0]), expected[0].mT)
     own = torch.tensor(document["own_contribution"])
     torch.testing.assert_close(own, expected.diagonal(dim1=1, dim2=2).mean(-1))
-    assert document["layer"] == 0
+    assert document["layers"] == [0]
     assert document["probes"] is document["standard_error"] is None
 
 
 def test_tables_name_the_main_contributors(folder):
-    shown = attribute(folder, "--text", SENTENCE, "--top", "2").stdout
-    document = json.loads(attribute(folder, "--text", SENTENCE, "--json").stdout)
-    assert document["layer"] == 1
+    shown = attribute(folder, "--sentence", SENTENCE, "--top", "2").stdout
+    document = json.loads(attribute(folder, "--sentence", SENTENCE, "--json").stdout)
+    assert document["layers"] == [1]
     assert "at layer 1" in shown
-    for token, shares in zip(document["tokens"], document["contribution"], strict=True):
+    for token, shares in zip(document["tokens"], document["contribution"][0], strict=True):
         main = document["tokens"][torch.tensor(shares).argmax()]
         assert any(
             line.startswith(token) and f"{main} {100 * max(shares):.0f}" in line
@@ -67,16 +67,16 @@ def test_tables_name_the_main_contributors(folder):
 
 def test_standard_input(folder):
     given = attribute(folder, "--text", "-", "--json", stdin=f"{SENTENCE}\n").stdout
-    assert given == attribute(folder, "--text", SENTENCE, "--json").stdout
+    assert given == attribute(folder, "--sentence", SENTENCE, "--json").stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--text", " "], "no text"),
-        (["--text", SENTENCE, "--layer", "2"], "layer must lie between -2 and 1"),
-        (["--text", SENTENCE, "--probes", "99"], "probes must lie between 1"),
-        (["--text", __file__], "is a file"),
+        (["--sentence", " "], "no text"),
+        (["--sentence", SENTENCE, "--layers", "2"], "Layers lie between -2 and 1"),
+        (["--sentence", SENTENCE, "--probes", "99"], "probes must lie between 1"),
+        (["--sentence", __file__], "is a file"),
     ],
 )
 def test_mistakes_are_told_in_one_line(folder, arguments, message):

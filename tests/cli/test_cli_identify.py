@@ -112,7 +112,8 @@ def test_masks_that_vary_by_row_have_a_reason_instead(folders: Path) -> None:
 def test_tokens_are_those_of_the_observer(folders: Path) -> None:
     arguments = (
         folders / "bert", "--text", folders / "texts.txt", "--lines", "--part", "tokens",
-        "--maps", "linear,naive", "--epochs", 3, "--learning-rate", 0.01, "--distance", "cosine",
+        "--map", "linear", "--map", "naive", "--epochs", 3, "--learning-rate", 0.01,
+        "--distance", "cosine",
     )  # fmt: skip
     found = document(*arguments)
     assert list(found["tokens"]) == ["naive", "linear"] and found["heads"] == []
@@ -139,7 +140,7 @@ def test_tokens_are_those_of_the_observer(folders: Path) -> None:
 
 
 def test_both_halves_share_one_pass_and_few_texts_are_enough_for_heads(folders: Path) -> None:
-    both = document(folders / "bert", "--text", folders / "texts.txt", "--lines", "--maps", "naive")
+    both = document(folders / "bert", "--text", folders / "texts.txt", "--lines", "--map", "naive")
     assert both["heads"] and both["tokens"]["naive"]["rate"][0] > 0 and both["note"] == ""
     few = attnlens(folders / "bert", "--text", "-", stdin="One sentence.")
     assert few.exit_code == 0 and "split is empty" in " ".join(few.stderr.split())
@@ -152,7 +153,7 @@ def test_both_halves_share_one_pass_and_few_texts_are_enough_for_heads(folders: 
     ("arguments", "message"),
     [
         (["--part", "neither"], "'neither' is not one of 'both', 'heads', 'tokens'"),
-        (["--maps", "cubic"], "maps must be some of naive, linear, mlp"),
+        (["--map", "cubic"], "'cubic' is not one of 'naive', 'linear', 'mlp'"),
         (["--distance", "l1"], "'l1' is not one of 'cosine', 'l2'"),
         (["--epochs", "0"], "--epochs"),
     ],

@@ -51,7 +51,7 @@ def tokens(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_the_plan_holds_the_lowest_scores(folder: Path, text: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    options = ("--data", text, "--plan", path, "--score", "output_norm", "--fraction", 0.25)
+    options = ("--text", text, "--plan", path, "--score", "output_norm", "--fraction", 0.25)
     result = run(folder, *options)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith("2 of 8 heads chosen:")
@@ -76,7 +76,7 @@ def test_the_plan_holds_the_lowest_scores(folder: Path, text: Path, tmp_path: Pa
 def test_the_heads_are_removed_on_request(folder: Path, text: Path, tmp_path: Path) -> None:
     path, output = tmp_path / "plan.json", tmp_path / "pruned"
     options = ("--score", "random", "--seed", 3, "--per-layer", "--output", output)
-    result = run(folder, "--data", text, "--plan", path, *options)
+    result = run(folder, "--text", text, "--plan", path, *options)
     assert result.exit_code == 0, result.stderr
     assert "heads        8 → 4" in result.stdout
     assert {len(heads) for heads in Plan.read(path).heads.values()} == {2}
@@ -90,14 +90,14 @@ def test_the_heads_are_removed_on_request(folder: Path, text: Path, tmp_path: Pa
 def test_errors_are_one_line(folder: Path, text: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     for arguments, message in (
-        ((folder, "--data", text, "--plan", tmp_path / "no" / "plan.json"), "there is no folder"),
-        ((folder, "--data", tmp_path / "none", "--plan", path), "Cannot read"),
-        ((tmp_path, "--data", text, "--plan", path), "no config.json"),
+        ((folder, "--text", text, "--plan", tmp_path / "no" / "plan.json"), "there is no folder"),
+        ((folder, "--text", tmp_path / "none", "--plan", path), "Cannot read"),
+        ((tmp_path, "--text", text, "--plan", path), "no config.json"),
     ):
         result = run(*arguments)
         assert result.exit_code == 2 and result.stderr.startswith("error: ")
         assert message in result.stderr.replace("\n", " ")
-    needs_labels = run(folder, "--data", text, "--plan", path, "--score", "gradient")
+    needs_labels = run(folder, "--text", text, "--plan", path, "--score", "gradient")
     assert needs_labels.exit_code == 2
     assert "'gradient' is not one of 'effective_norm'" in without_frame(needs_labels.stderr)
     assert not path.exists()

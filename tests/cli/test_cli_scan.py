@@ -47,7 +47,7 @@ def attnlens(*arguments: object) -> Result:
 
 def test_a_scan_writes_what_it_prints(folder: Path, tmp_path: Path) -> None:
     result = attnlens(
-        "scan", folder / "model", "--data", folder / "plain.txt", "--out", tmp_path / "out",
+        "scan", folder / "model", "--text", folder / "plain.txt", "--output", tmp_path / "out",
         "--observer", "head-statistics", "--observer", "attribution:probes=2", *SMALL,
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
@@ -69,10 +69,10 @@ def test_a_scan_writes_what_it_prints(folder: Path, tmp_path: Path) -> None:
 
 def test_labels_are_those_of_the_file_and_of_special_tokens(folder: Path, tmp_path: Path) -> None:
     arguments = (
-        "scan", folder / "model", "--data", folder / "rows.jsonl", "--observer",
+        "scan", folder / "model", "--text", folder / "rows.jsonl", "--observer",
         "attribution:probes=2", "--words-field", "words", "--labels-field", "tags", *SMALL,
     )  # fmt: skip
-    result = attnlens(*arguments, "--out", tmp_path / "all")
+    result = attnlens(*arguments, "--output", tmp_path / "all")
     assert result.exit_code == 0, result.stderr
     found = load(tmp_path / "all" / "hidden-token-attribution.safetensors")
     assert found.labels == ("NOUN", "VERB", "[CLS]", "[SEP]")
@@ -82,8 +82,8 @@ def test_labels_are_those_of_the_file_and_of_special_tokens(folder: Path, tmp_pa
     assert told[0].endswith(
         "41: not JSON: Expecting property name enclosed in double quotes at character 1"
     )
-    assert told[1].endswith("42: no field 'words'")
-    chosen = attnlens(*arguments, "--out", tmp_path / "some", "--label-names", "VERB,[CLS]")
+    assert told[1].endswith("42: no field 'words'; there is 'sentence'")
+    chosen = attnlens(*arguments, "--output", tmp_path / "some", "--label-names", "VERB,[CLS]")
     assert chosen.exit_code == 0, chosen.stderr
     some = load(tmp_path / "some" / "hidden-token-attribution.safetensors")
     assert some.labels == ("VERB", "[CLS]") and torch.equal(some.own[:, 0], found.own[:, 1])
@@ -92,18 +92,18 @@ def test_labels_are_those_of_the_file_and_of_special_tokens(folder: Path, tmp_pa
 def test_shards_are_merged(folder: Path, tmp_path: Path) -> None:
     for index in range(2):
         part = attnlens(
-            "scan", folder / "model", "--data", folder / "rows.jsonl", "--text-field", "sentence",
-            "--out", tmp_path / str(index), "--shard", f"{index}/2", *SMALL,
+            "scan", folder / "model", "--text", folder / "rows.jsonl", "--text-field", "sentence",
+            "--output", tmp_path / str(index), "--shard", f"{index}/2", *SMALL,
         )  # fmt: skip
         assert part.exit_code == 0, part.stderr
         assert f"shard {index} of 2" in part.stderr and "layer × head" not in part.stdout
-    result = attnlens("merge", tmp_path / "both", tmp_path / "1", tmp_path / "0")
+    result = attnlens("merge", tmp_path / "1", tmp_path / "0", "--output", tmp_path / "both")
     assert result.exit_code == 0, result.stderr
     assert "40 records of" in result.stdout and "2 rejected" in result.stdout
     expected = scan(texts(40), [HeadStatistics()]).observers[0].compute()
     found = load(tmp_path / "both" / "head-statistics.safetensors")
     assert torch.equal(found.effective_fraction, expected.effective_fraction)
-    missing = attnlens("merge", tmp_path / "half", tmp_path / "1")
+    missing = attnlens("merge", tmp_path / "1", "--output", tmp_path / "half")
     assert missing.exit_code == 2 and "these are missing: 0" in " ".join(missing.stderr.split())
 
 
@@ -111,8 +111,8 @@ def test_torchrun_needs_no_more_than_the_command(folder: Path, tmp_path: Path) -
     entry = "from attnlens.cli import main; main()"
     run = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-        "--no-python", sys.executable, "-c", entry, "scan", folder / "model", "--data",
-        folder / "plain.txt", "--out", tmp_path, *SMALL,
+        "--no-python", sys.executable, "-c", entry, "scan", folder / "model", "--text",
+        folder / "plain.txt", "--output", tmp_path, *SMALL,
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     finished = subprocess.run(
@@ -129,7 +129,7 @@ def test_torchrun_needs_no_more_than_the_command(folder: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "nowhere.txt"], "There is no file nowhere.txt"),
+        (["--text", "nowhere.txt"], "There is no file nowhere.txt"),
         (["--observer", "heads"], "No observer 'heads'"),
         (["--observer", "attribution:probes=0"], "probes must be positive"),
         (["--shard", "4"], "--shard must be as in 0/4"),
@@ -137,7 +137,7 @@ def test_torchrun_needs_no_more_than_the_command(folder: Path, tmp_path: Path) -
         (["--on-error", "stop"], "'stop' is not one of 'skip', 'raise'"),
         (["--format", "xml"], "'xml' is not one of 'text', 'jsonl'"),
         (
-            ["--on-error", "raise", "--text-field", "sentence", "--data", "rows.jsonl"],
+            ["--on-error", "raise", "--text-field", "sentence", "--text", "rows.jsonl"],
             ":41: not JSON",
         ),
         (["--labels-field", "tags"], "name the field of the words as well"),
@@ -147,8 +147,8 @@ def test_wrong_options_are_one_message(
     folder: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     arguments = [str(folder / name) if name.startswith("rows") else name for name in arguments]
-    if "--data" not in arguments:
-        arguments += ["--data", str(folder / "plain.txt")]
-    result = attnlens("scan", folder / "model", "--out", tmp_path / "out", *SMALL, *arguments)
+    if "--text" not in arguments:
+        arguments += ["--text", str(folder / "plain.txt")]
+    result = attnlens("scan", folder / "model", "--output", tmp_path / "out", *SMALL, *arguments)
     assert result.exit_code == 2, result.output
     assert message in without_frame(result.stderr) and result.stdout == ""

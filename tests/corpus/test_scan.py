@@ -251,9 +251,9 @@ def test_a_bar_begins_where_an_interrupted_scan_ended(
     corpus: Any = form(texts(24)) if form is not Path else tmp_path / "texts.txt"
     if form is Path:
         corpus.write_text("\n".join(texts(24)))
-    scan(texts(8), looking, out=tmp_path)
+    scan(texts(8), looking, out=tmp_path / "out")
     assert "line" not in capsys.readouterr().err
-    scan(corpus, looking, out=tmp_path, progress=True)
+    scan(corpus, looking, out=tmp_path / "out", progress=True)
     shown = capsys.readouterr().err
     assert ("8line" if form is iter else "| 8/24 [") in shown
     assert ("24line" if form is iter else "| 24/24 [") in shown
@@ -264,7 +264,8 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
     part.write_bytes(b"half")
     scan(texts(8), ["head-statistics"], out=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "head-statistics.safetensors", "scan.json", "shard-0-of-1.safetensors"
+        ".shard-0-of-1.lock", "head-statistics.safetensors", "scan.json",
+        "shard-0-of-1.safetensors",
     ]  # fmt: skip
 
 
@@ -335,6 +336,27 @@ def test_named_observers_take_settings() -> None:
     assert made.label_names == ("NOUN", "[CLS]")
     assert isinstance(named_observer("head-statistics"), HeadStatistics)
     assert named_observer("token-identifiability:map=mlp").map == "mlp"
+
+
+def test_shards_of_health_norms_and_levels_merge_to_the_whole(tmp_path: Path) -> None:
+    names = [
+        "head-statistics:fields=health",
+        "layer-health",
+        "layer-statistics",
+        "minimal-distribution",
+        "norm-statistics",
+        "residual-mixing",
+    ]
+    whole = scan(texts(10), names, out=tmp_path / "whole").results
+    for index in range(2):
+        scan(texts(10), names, out=tmp_path / str(index), shard=(index, 2))
+    merged = merge_shards(tmp_path / "all", [tmp_path / str(index) for index in range(2)]).results
+    assert len(whole) == 6 and whole.keys() == merged.keys()
+    for name, result in whole.items():
+        for field, values in result.tensors().items():
+            found = merged[name].tensors()[field]
+            atol = 1e-8 if field.startswith("largest") else 1e-12
+            torch.testing.assert_close(found, values, rtol=1e-5, atol=atol, equal_nan=True)
 
 
 def test_a_shard_without_chunks_is_empty_but_mergeable(tmp_path: Path) -> None:

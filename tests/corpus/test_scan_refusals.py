@@ -99,19 +99,21 @@ def test_shards_that_do_not_make_a_corpus_are_refused(
     shards: Path, tmp_path: Path, folders: str, message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        merge_shards(tmp_path, [shards / folder for folder in folders.split()])
-    assert not list(tmp_path.iterdir())
+        merge_shards(tmp_path / "merged", [shards / folder for folder in folders.split()])
+    assert not (tmp_path / "merged" / "scan.json").exists()
 
 
 def test_shards_are_merged_by_the_names_of_their_observers(shards: Path, tmp_path: Path) -> None:
-    merged = merge_shards(tmp_path, [shards / str(index) for index in range(3)])
+    merged = merge_shards(tmp_path / "merged", [shards / str(index) for index in range(3)])
     assert merged.counts.records == 40 and merged.shard == Shard()
     assert merged.results["head-statistics"].examples.eq(40).all()
     scan(texts(8), [HeadStatistics()], out=tmp_path / "object", shard=(0, 1))
     with pytest.raises(InputError, match="given as objects, not by name"):
-        merge_shards(tmp_path, [tmp_path / "object"])
+        merge_shards(tmp_path / "other", [tmp_path / "object"])
     with pytest.raises(InputError, match="in its observers: fields is 'all', not 'null_space'"):
-        merge_shards(tmp_path, [tmp_path / "object"], [HeadStatistics(fields="null_space")])
+        merge_shards(
+            tmp_path / "other", [tmp_path / "object"], [HeadStatistics(fields="null_space")]
+        )
 
 
 def test_states_and_results_are_told_apart(tmp_path: Path) -> None:

@@ -554,13 +554,13 @@ def compiles(kernel, pointers, constants, warps):
     print(kernel.__name__)
 
 doubles = dict.fromkeys(
-    "gram_out whitening_out total_out bound_out threshold values_out vectors_out".split(),
+    "gram_out matrix_out vector_out bound_out threshold".split(),
     "fp64",
 )
 inputs = {"value": "bf16", "keys": "u8", "rank_out": "i64"}
 tile = dict(DIM=32, BLOCK=32, BLOCK_TOKENS=16, SWEEPS=24)  # compiles four times as fast as 64
-compiles(triton_gram.gram_factor_kernel, inputs | doubles, tile, 4)
-compiles(triton_gram.gram_svd_kernel, inputs | doubles, tile, 4)
+for spectrum in (False, True):
+    compiles(triton_gram.gram_kernel, inputs | doubles, tile | {"SPECTRUM": spectrum}, 4)
 floats = dict.fromkeys("basis bias statistics coordinates column_sums maps magnitudes".split(),
                        "fp32")
 for dtype, causal in (("fp32", True), ("bf16", False)):

@@ -79,11 +79,13 @@ def test_progress_is_told_from_none_to_all(tiny: TextModel, folder: str) -> None
 
 def test_a_page_shows_the_first_examples_and_notes_say_so(tiny: TextModel, tmp_path: Path) -> None:
     content = PageContent(heads=(1, 2), examples=3, attribution=True, identifiability=True)
-    report = report_heads(tiny, scanning.texts(40), page=content, about={"text": "/home/me/a.txt"})
+    report = report_heads(
+        tiny, scanning.texts(40), page=content, about={"text": ["/home/me/a.txt"]}
+    )
     assert report.page is not None and report.notes[-1] == "Maps are of the first 3 of 40 examples."
     report.page.save(tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "Tokens identified" in html and "HiddenTokenAttribution: own" in html
+    assert "Tokens identified" in html and "Hidden token attribution: own" in html
     assert "a.txt" in html and "/home/me" not in html
     few = report_heads(tiny, TEXTS[:2], page=content)
     assert few.notes[0].startswith("Tokens were not identified.") and few.page is not None
@@ -132,17 +134,17 @@ def test_a_sentence_is_attributed_as_the_observer_does(tiny: TextModel) -> None:
         tiny.model(**batch)
     assert torch.equal(result.contribution, observer.matrices[0].contribution[:, 0])
     assert result.tokens == ("[CLS]", "river", "stone", "paper", "[SEP]")
-    document = result.to_dict(-1)
-    assert document["layer"] == 1 and document["standard_error"] is None
-    assert document["contribution"][2] == result.contribution[1][:, 2].tolist()  # of a target
-    with pytest.raises(InputError, match=r"layer must lie between -2 and 1\. Got 2"):
-        result.to_dict(2)
+    document = result.to_dict()
+    assert document["layers"] == [1] and document["standard_error"] is None
+    assert document["contribution"][0][2] == result.contribution[1][:, 2].tolist()  # of a target
+    with pytest.raises(InputError, match=r"Layers lie between -2 and 1\. Got 2"):
+        result.to_dict([0, 2])
 
 
 def test_a_token_that_looks_like_no_number_stays_a_token() -> None:
     share = torch.full((1, 1, 1), math.nan)
     document = SentenceAttribution("m", ("NaN",), 8, share, share).to_dict()
-    assert document["tokens"] == ["NaN"] and document["contribution"] == [[None]]
+    assert document["tokens"] == ["NaN"] and document["contribution"] == [[[None]]]
     assert json.loads(as_json(document))["tokens"] == ["NaN"]
 
 
@@ -198,7 +200,10 @@ def test_drift_on_texts_is_that_of_the_batches(tiny: TextModel) -> None:
     assert (result.model_a, result.model_b) == ("tiny", "moved")
     assert result.to_dict()["drift"]["layers"] == expected.to_dict()["layers"]
     lowest = divmod(int(expected.raw_cosine.argmin()), 4)
-    assert result.most_moved("raw_cosine") == lowest
+    words = f"From tiny to moved, head {lowest[1]} of layer {lowest[0]} moved most: "
+    assert result.words("raw_cosine").startswith(words)
+    same = compare_on_texts(tiny, tiny, TEXTS)
+    assert same.words("raw_cosine") == "tiny and tiny are identical."
     first = result.drift.raw_cosine[0]
     assert int(first.argmin()) == 1 and first[[0, 2, 3]].min() == pytest.approx(1)
 

@@ -1,9 +1,9 @@
-"""The conformance suite's findings as a table, and the script that writes it into the README.
+"""The conformance suite's findings as a table, and the script that writes it down.
 
     python -m tests.support.conformance
 
 builds every architecture of the zoo, asks `attnlens.check` for its verdict and rewrites the
-section of the README between the two markers.
+page of architectures between the two markers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import transformers
 from attnlens.checking import Verdict, check
 from tests.support.zoo import NAMES, build, names
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "pages" / "architectures.md"
 BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
 TRACED, NO_PROJECTION, REFUSED = "°", "†", "✗"
 MODALITIES = {
@@ -53,8 +53,8 @@ def marks(found: Verdict) -> str:
 
 
 def documented() -> tuple[str, dict[str, str]]:
-    """Read the table in the README: the version of transformers, and the marks by name."""
-    section = README.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    """Read the table in the documentation: the version of transformers, and the marks by name."""
+    section = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     version = re.search(r"transformers (\S+)", section)
     entries = re.findall(r"`([\w.-]+)`([°†✗]*)", section)
     return (version.group(1) if version else ""), dict(entries)
@@ -89,12 +89,12 @@ def section(found: dict[str, str]) -> str:
 
 
 def main() -> None:
-    """Rewrite the section of the README."""
+    """Rewrite the table."""
     found = {name: marks(verdict(name)) for name in NAMES}
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    README.write_text(before + section(found) + after, encoding="utf-8")
+    PAGE.write_text(before + section(found) + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from attnlens import HeadImportance, HeadStatistics
+from attnlens.attention import LayerHealth, LayerStatistics, NormStatistics, ResidualMixing
 from tests.support import models
 
 TOKENS = 12
@@ -45,6 +47,13 @@ def classifier(hidden_dropout: float = 0.1, attention_dropout: float = 0.1) -> P
         if isinstance(module, torch.nn.Dropout):
             module.p = attention_dropout if "attention.self" in name else hidden_dropout
     return model.train()
+
+
+def every_observer() -> tuple[Any, ...]:
+    """Health, gates, norms and levels, with the gates in second place."""
+    health = HeadStatistics(fields="health")
+    others = LayerHealth(), LayerStatistics(), NormStatistics(), ResidualMixing()
+    return (health, HeadImportance(), *others)
 
 
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}

@@ -252,3 +252,72 @@ def pearson(first: Array, second: Array, resolution: float = 1e-13) -> float:
 def _mean(values: list[float]) -> float:
     defined = [value for value in values if not np.isnan(value)]
     return float(np.mean(defined)) if defined else float("nan")
+
+
+def head_health(
+    attention: Tensor,
+    logits: Tensor | None,
+    value: Tensor,
+    mask: Tensor | None,
+    real: Tensor,
+    projection: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> list[dict[str, Tensor]]:
+    """What health says of every example with a real row, from dense float64 matrices; `[H]` each.
+
+    Args:
+        attention: `[B, H, Q, K]`, zero where masked.
+        logits: of the softmax, or None where they are not known.
+        value: `[B, H, K, D]`.
+        mask: bool, broadcastable to `[B, H, Q, K]`, or None.
+        real: `[B, Q]` bool, the query rows that count.
+        projection: `[H, D, M]` or None.
+        sinks: `[B, K]` bool; by default the first key that some row sees.
+    """
+    dense = dense_mask(mask, *attention.shape)
+    effective = effective_attention(attention, value, dense, projection)
+    examples = []
+    for example, head in np.ndindex(*attention.shape[:2]):
+        rows = real[example].numpy()
+        if not rows.any():
+            continue
+        seen = dense[example, head].numpy()[rows]
+        raw = attention[example, head].double().numpy()[rows]
+        projected = effective[example, head].numpy()[rows]
+        keys = np.flatnonzero(seen.any(0))
+        shares = {key: raw[:, key].sum() / seen[:, key].sum() for key in keys}
+        most = max(shares, key=lambda key: shares[key])
+        every = dense[example].numpy()[:, rows].any((0, 1))
+        sink = [int(np.flatnonzero(every)[0])] if sinks is None else np.flatnonzero(sinks[example])
+        sink = [key for key in sink if key in shares]
+        values = seen_values(value[example, head], head, projection)
+        norms = np.linalg.norm(values, axis=1)
+        sigma = np.linalg.svd(values[keys], compute_uv=False)
+        sigma = sigma[sigma > threshold(values[keys], value.shape[-1]) * sigma[0]]
+        share = sigma / sigma.sum()
+        relative = [
+            -(p[p > 0] * np.log(p[p > 0])).sum() / np.log(s.sum())
+            for p, s in zip(raw, seen, strict=True)
+            if s.sum() > 1
+        ]
+        largest = np.nan
+        if logits is not None:
+            largest = logits[example, head].double().numpy()[rows][seen].max()
+        fields = {
+            "max_logit": largest,
+            "relative_entropy": np.mean(relative) if relative else np.nan,
+            "confidence": raw.max(1).mean(),
+            "received": shares[most],
+            "received_key": most,
+            "sink_first": float(most in sink),
+            "sink_mass": raw[:, sink].sum(1).mean(),
+            "effective_sink_mass": projected[:, sink].sum(1).mean(),
+            "sink_value_norm": norms[sink].mean() / norms[keys].mean() if sink else np.nan,
+            "effective_rank": np.exp(-(share * np.log(share)).sum()),
+            "stable_rank": (sigma**2).sum() / sigma[0] ** 2,
+        }
+        if head == 0:
+            examples.append({name: [] for name in fields})
+        for name, found in fields.items():
+            examples[-1][name].append(float(found))
+    return [{name: torch.tensor(v, dtype=torch.float64) for name, v in e.items()} for e in examples]

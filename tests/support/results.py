@@ -18,6 +18,13 @@ from attnlens import (
     TokenIdentifiability,
     TokenSaliency,
 )
+from attnlens.attention import (
+    LayerHealth,
+    LayerStatistics,
+    MinimalDistribution,
+    NormStatistics,
+    ResidualMixing,
+)
 from attnlens.recovery import MapTraining
 from tests.support import heads, models
 
@@ -27,12 +34,14 @@ def one_of_each() -> dict[str, Any]:
     """Results of small models by the name of their class."""
     model, batch = models.build("bert"), models.inputs("bert")
     statistics, importance = HeadStatistics(), HeadImportance()
+    more = HeadStatistics(fields="health"), LayerHealth(), NormStatistics(), ResidualMixing()
+    more += (MinimalDistribution(), LayerStatistics())
     saliency = TokenSaliency(label_names=("all",))
     rates = TokenIdentifiability(
         "linear", labels=None, neighbours=1, training=MapTraining(max_epochs=1, width=8), seed=1
     )
     attention = LabelAttention(lambda given: given["input_ids"] % 2, ("even", "odd"))
-    with Lens(model, statistics, importance, saliency, rates, attention):
+    with Lens(model, statistics, importance, saliency, rates, attention, *more):
         for seed in range(8):
             lengths = tuple(range(4, 16))
             model(**models.text_inputs(lengths, seed)).last_hidden_state.square().sum().backward()
@@ -46,6 +55,7 @@ def one_of_each() -> dict[str, Any]:
     curve = attnlens.pruning.pruning_curve(whole, lambda model: 0.1, {"rising": rising}, 2)
     results = [
         statistics.compute(),
+        *(observer.compute() for observer in more),
         importance.compute(),
         saliency.compute(),
         saliency.last[0],
@@ -60,6 +70,7 @@ def one_of_each() -> dict[str, Any]:
         attnlens.identifiability.softmax_witness(capture, max_iterations=2),
         attnlens.identifiability.realisability_rank(capture),
         attnlens.check(model),
+        attnlens.effective_for(model, batch, maps=True),
         curve,
         curve.plan("rising", 0.5),
         attnlens.prune_heads(whole, {0: [1]}, repeats=1),

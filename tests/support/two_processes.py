@@ -12,8 +12,15 @@ import torch
 import torch.multiprocessing as processes
 from torch.nn.parallel import DistributedDataParallel
 
-from attnlens import HeadImportance, HeadStatistics, LensCallback, monitor
-from tests.support.finetuning import NO_DROPOUT, Sentences, classifier, scalars, trainer
+from attnlens import LensCallback, monitor
+from tests.support.finetuning import (
+    NO_DROPOUT,
+    Sentences,
+    classifier,
+    every_observer,
+    scalars,
+    trainer,
+)
 
 
 def work(rank: int, folder: Path, port: int) -> None:
@@ -21,7 +28,7 @@ def work(rank: int, folder: Path, port: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    callback = LensCallback([HeadStatistics(), HeadImportance()], every_n_steps=1, keep="all")
+    callback = LensCallback(every_observer(), every_n_steps=1, keep="all")
     run = trainer(
         folder / "run",
         callback,

@@ -22,6 +22,10 @@ NO_ATTENTION = {
     "autoformer",
     "swiftformer",
     "mobilevitv2",
+    "falcon_mamba",
+    "mamba",
+    "mamba2",
+    "rwkv",
 }
 # Something sits between attention and W_O, or A·V is not the whole context.
 NO_PROJECTION_BECAUSE = {
@@ -40,6 +44,10 @@ NO_PROJECTION_BECAUSE = {
     "gemma4_audio": "the projection clips its input",
     "kosmos-2": "a norm before the projection",
     "jev": "the context is gated",
+    "afmoe": "the context is gated",
+    "qwen3_5_text": "the context is gated",
+    "qwen3_next": "the context is gated",
+    "bitnet": "a norm before the projection",
 }
 # Attention is laid out in blocks of the padded length; tests/tap/test_zoo.py compares the outputs.
 BLOCKS = {"longformer"}

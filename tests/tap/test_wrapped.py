@@ -58,13 +58,6 @@ def test_lora_that_is_switched_off_is_the_base_weight() -> None:
     torch.testing.assert_close(capture.projection.flatten(0, 1).T, base.detach())
 
 
-def test_dora_is_not_a_fixed_matrix() -> None:
-    config = LoraConfig(r=3, target_modules=["dense"], use_dora=True)
-    captures = record(get_peft_model(bert(), config).eval(), **inputs())
-    assert all(capture.projection is None for capture in captures)
-    assert "not a fixed matrix" in captures[0].projection_reason
-
-
 @pytest.mark.parametrize("how", ["function", "method", "before", "around"])
 def test_compiled(how: str) -> None:
     model, given = bert(), inputs()

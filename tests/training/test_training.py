@@ -10,6 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import attnlens
 from attnlens import (
@@ -38,7 +39,15 @@ from attnlens.errors import AttnLensWarning, InputError
 from attnlens.files import load_state
 from attnlens.training.callback import NAME
 from tests.support import models
-from tests.support.finetuning import NO_DROPOUT, Sentences, classifier, losses, scalars, trainer
+from tests.support.finetuning import (
+    NO_DROPOUT,
+    Sentences,
+    classifier,
+    every_observer,
+    losses,
+    scalars,
+    trainer,
+)
 from tests.support.hooks import hooks, is_clean, patched
 
 LAYERS, HEADS = 2, 4
@@ -183,6 +192,12 @@ def test_an_unknown_quantity_is_named(tmp_path: Path) -> None:
 
 # What people train with
 
+CHECKPOINTING = next(  # the argument's name after and before transformers 5.20
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in signature(TrainingArguments).parameters
+)
+
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(tmp_path: Path, reentrant: bool) -> None:
@@ -193,8 +208,7 @@ def test_gradient_checkpointing(tmp_path: Path, reentrant: bool) -> None:
             tmp_path,
             callback,
             model=classifier(**NO_DROPOUT),
-            activation_checkpointing=bool(options),
-            activation_checkpointing_kwargs=options,
+            **{CHECKPOINTING: bool(options), f"{CHECKPOINTING}_kwargs": options},
         )
         before = hooks(run.model)
         run.train()
@@ -664,23 +678,32 @@ def test_accelerate() -> None:
 def test_two_processes(tmp_path: Path) -> None:
     """Two processes on half the data each, after `sync()`, are one process on all of it."""
     model = classifier(**NO_DROPOUT)
-    expected = LensCallback(both_observers(), every_n_steps=1, keep="all")
+    expected = LensCallback(every_observer(), every_n_steps=1, keep="all")
     run = trainer(tmp_path, expected, model=model, per_device_train_batch_size=8, learning_rate=0.0)
     run.train()
     arguments = [sys.executable, "-m", "tests.support.two_processes", str(tmp_path)]
     finished = subprocess.run(arguments, capture_output=True, text=True, timeout=1800)
     assert finished.returncode == 0, finished.stderr[-3000:]
     for rank in range(2):
-        callback = LensCallback(both_observers(), every_n_steps=1, keep="all")
+        callback = LensCallback(every_observer(), every_n_steps=1, keep="all")
         callback.load(tmp_path / f"rank{rank}")
-        statistics, gates = (observer.compute() for observer in callback.observers)
-        same(statistics, expected.observers[0].compute(), rtol=1e-5)
+        health, gates, *others = callback.observers
+        alike = zip(
+            [health, *others], [expected.observers[0], *expected.observers[2:]], strict=True
+        )
+        for one, two in alike:
+            same(one.compute(), two.compute(), rtol=1e-5)
+        gates = gates.compute()
         assert gates.examples.eq(24).all()
         # Each process averages its loss over half as many examples.
         half = expected.observers[1].compute().importance * 2
         assert torch.allclose(gates.importance, half, rtol=1e-4)
     logs = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert logs[0] == logs[1]
+    logged = next(iter(scalars(run).values()))
+    for name in ("max_logit", "collapse", "layer_fraction", "cancellation", "mixing_ratio"):
+        assert f"attnlens/{name}/layer_01/mean" in logged
+    assert "attnlens/collapse/layer_01/head_00" not in logged
     for step, scalars_of_step in scalars(run).items():
         for name, value in scalars_of_step.items():
             factor = 2 if "/importance/" in name else 1

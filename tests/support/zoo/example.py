@@ -12,13 +12,14 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from tests.support.zoo.audio import audio
 from tests.support.zoo.catalogue import Architecture, Catalogue, Recipe
+from tests.support.zoo.decoders import decoder
 from tests.support.zoo.dense import dense
 from tests.support.zoo.detection import detection
 from tests.support.zoo.encoder_decoder import encoder_decoder
 from tests.support.zoo.inputs import default_inputs
 from tests.support.zoo.multimodal import multimodal
 from tests.support.zoo.packed import packed
-from tests.support.zoo.text import decoder, text
+from tests.support.zoo.text import text
 from tests.support.zoo.time_series import time_series
 from tests.support.zoo.video import video
 from tests.support.zoo.vision import vision

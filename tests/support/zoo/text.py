@@ -1,4 +1,4 @@
-"""Text encoders, text towers of multimodal models, and a few decoders."""
+"""Text encoders and text towers of multimodal models."""
 
 from __future__ import annotations
 
@@ -118,9 +118,6 @@ text.add(
     shape_embed_dim=8,
 )
 
-decoder = Catalogue("decoder")
-decoder.add("gpt2", "imagegpt", "llama")
-
 
 @text.architecture("esm")
 def esm(model_type: str) -> Recipe:
@@ -216,16 +213,3 @@ def embedding_gemma2(model_type: str) -> Recipe:
 @text.architecture("t5gemma2_encoder")
 def t5gemma2_encoder(model_type: str) -> Recipe:
     return Recipe(tiny(model_type, text_config={"dropout_rate": 0.0}), inputs.text())
-
-
-@decoder.architecture("jev")
-def jev(model_type: str) -> Recipe:
-    layers = ["linear_attention", "full_attention"]
-    config = tiny(model_type, text_config={"layer_types": layers})
-    # One prompt with two questions of two options, each answered after its mark.
-    questions = {
-        "marks": torch.tensor([[3, 7]]),
-        "num_options": torch.tensor([[2, 2]]),
-        "question_type_ids": torch.tensor([[0, 0]]),
-    }
-    return Recipe(config, inputs.text(batch=1) | questions, "JevForDecision")
