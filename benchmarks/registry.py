@@ -106,7 +106,11 @@ def case(name: str, *, by_name: bool = False) -> Callable[[Steps], Steps]:
 
 
 def seconds(
-    *functions: Callable[[], Any], repeats: int = 5, warm_up: int = 1, settling: float = 0.5
+    *functions: Callable[[], Any],
+    repeats: int = 5,
+    warm_up: int = 1,
+    settling: float = 0.5,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Time functions in turn, so that a slow moment of the machine hits all of them.
 
@@ -118,6 +122,7 @@ def seconds(
         repeats: how often each is timed.
         warm_up: how often each runs before.
         settling: for how many seconds a function runs in its turn; at least once.
+        clock: what to read the time off; `time.process_time` leaves out other processes.
 
     Returns:
         The median of each, in seconds.
@@ -128,17 +133,19 @@ def seconds(
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):
         for function, taken in zip(functions, times, strict=True):
-            taken.append(_settled_seconds(function, settling))
+            taken.append(_settled_seconds(function, settling, clock))
     return [median(taken) for taken in times]
 
 
-def _settled_seconds(function: Callable[[], Any], settling: float) -> float:
+def _settled_seconds(
+    function: Callable[[], Any], settling: float, clock: Callable[[], float]
+) -> float:
     taken: list[float] = []
     begin = time.perf_counter()
     while not taken or time.perf_counter() - begin < settling:
-        start = time.perf_counter()
+        start = clock()
         function()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
+        taken.append(clock() - start)
     return median(taken[len(taken) // 2 :])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,12 @@ from attnlens import HeadStatistics, Lens, Observer
 from attnlens.algebra.effective import effective_attention
 from attnlens.attention import Recording
 from attnlens.capture import Capture
-from benchmarks.models import Inputs, bert, tokens
+from benchmarks.models import Inputs, bert, images, minilm, tokens, vit
 from benchmarks.registry import Check, Comparison, Step, case, seconds
 
 # BERT-base as published; fewer layers cost the same in relation to the forward pass.
 LAYERS = int(os.environ.get("ATTNLENS_BENCHMARK_LAYERS", "12"))
+SHAPES = [(32, 64), (8, 64), (1, 128), (16, 128), (1, 512), (4, 512), (64, 32), (2, 1024)]
 # Batches under one lens, which finds W_O in the first of them.
 BATCHES = 2
 
@@ -41,29 +44,12 @@ def steps() -> Iterator[Step]:
     model, eager = bert(LAYERS), bert(LAYERS, implementation="eager")
     yield from _checks(model, inputs)
 
-    def forward() -> None:
-        with torch.no_grad():
-            for _ in range(BATCHES):
-                model(**inputs)
-
-    def looked(observer: Observer) -> Callable[[], None]:
-        def run() -> None:
-            with Lens(model, observer):
-                forward()
-
-        return run
-
-    def with_attentions() -> None:
-        with torch.no_grad():
-            for _ in range(BATCHES):
-                eager(**inputs, output_attentions=True)
-
     bare, idle, null_fields, every, attentions = seconds(
-        forward,
-        looked(Idle()),
-        looked(HeadStatistics(fields="null_space")),
-        looked(HeadStatistics()),
-        with_attentions,
+        partial(_forward, model, inputs),
+        partial(_looked, model, inputs, Idle()),
+        partial(_looked, model, inputs, HeadStatistics(fields="null_space")),
+        partial(_looked, model, inputs, HeadStatistics()),
+        partial(_forward, eager, inputs, output_attentions=True),
     )
     setting = f"{LAYERS} layers, {BATCHES} batches of 4 × 512"
     for subject, value in (
@@ -83,11 +69,54 @@ def steps() -> Iterator[Step]:
     )
 
 
+@case("shapes", by_name=True)
+def shape_steps() -> Iterator[Step]:
+    """HeadStatistics at the shapes of common batches, in CPU time of one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for batch, length in SHAPES:
+            model = bert(LAYERS, positions=max(512, length))
+            yield from _costs("BERT-base", model, tokens(batch, length, padded=True))
+        yield from _costs("MiniLM", minilm(LAYERS), tokens(8, 128, padded=True))
+        yield from _costs("ViT-base", vit(LAYERS), images(1))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _costs(name: str, model: Any, inputs: Inputs) -> Iterator[Step]:
+    """What the fields add to the forward pass of one batch."""
+    setting = f"{name}, {LAYERS} layers, {' × '.join(map(str, next(iter(inputs.values())).shape))}"
+    observers = {
+        "null-space fields": HeadStatistics(fields="null_space"),
+        "spectrum": HeadStatistics(fields="spectrum"),
+        "every field": HeadStatistics(),
+    }
+    bare, *looked = seconds(
+        partial(_forward, model, inputs),
+        *(partial(_looked, model, inputs, observer) for observer in observers.values()),
+        clock=time.process_time,
+    )
+    for subject, value in zip(observers, looked, strict=True):
+        yield Comparison(setting, subject, value, "bare SDPA forward", bare, ratio_is="cost")
+
+
+def _forward(model: Any, inputs: Inputs, **options: bool) -> None:
+    with torch.no_grad():
+        for _ in range(BATCHES):
+            model(**inputs, **options)
+
+
+def _looked(model: Any, inputs: Inputs, observer: Observer) -> None:
+    with Lens(model, observer):
+        _forward(model, inputs)
+
+
 @case("null_space_fields")
 def null_space_steps() -> Iterator[Step]:
     """Null-space fields of one layer `[2, 12, 512, 64]` against a scipy loop over its heads."""
     (capture,) = _captures(bert(1), tokens(2, 512))
-    observer = HeadStatistics(fields="null_space")
+    observer = HeadStatistics(fields="spectrum")
     observer.update(capture)
     ours = observer.compute()
     theirs = scipy_fields(capture)

@@ -182,7 +182,8 @@ class _Blocks:
         self.mass = torch.where(active, raw, 0.0).to(self.dtype).double()
         self._outputs = outputs
         self._active = active
-        self._root = None if root is None else root.to(self.dtype)
+        # contiguous, so that products round alike whatever examples they are batched with
+        self._root = None if root is None else root.to(self.dtype).contiguous()
         shift = outputs.shift[..., None, :]
         self._image = shift if root is None else shift @ root  # [B, H, 1, D]
         self._sums = outputs.shift.new_zeros(active.shape[:2])

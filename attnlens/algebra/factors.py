@@ -20,8 +20,11 @@ from attnlens.kernels import Backend, gram_factor
 from attnlens.kernels.ranks import counts, provably_full, rank_threshold
 from attnlens.kernels.returned import GramFactor
 from attnlens.kernels.torch_gram import (
+    SAFE_BOUND,
+    blocks_of_rows,
     moments,
     orthogonal_basis,
+    real_rows,
     reorthogonalise,
     selected_rows,
     whiten,
@@ -394,6 +397,38 @@ def kept_spectrum(squares: Tensor, rank: Tensor) -> Tensor:
     """Singular values in falling order, zero beyond the rank, from ascending squares."""
     sigma = squares.clamp(min=0).sqrt().flip(-1)
     return sigma * (torch.arange(sigma.shape[-1], device=sigma.device) < rank[..., None])
+
+
+def condition_of_rows(values: Tensor, keys: Tensor, root: Tensor | None, heads: int) -> Tensor:
+    """Return the condition number of T where its rows are independent, from `T Tᵀ`.
+
+    Args:
+        values: `[B, Hv, K, D]`.
+        keys: `[B, 1 or Hv, K]` bool, the real keys, at most D of them.
+        root: `[H, D, D]` float64 X with `X Xᵀ = H Hᵀ`; None takes T = V.
+        heads: H, a multiple of Hv.
+
+    Returns:
+        `[B, H]` float64, ≥ 1; NaN without keys.
+    """
+    keys = keys.expand(values.shape[:3])
+    count = int(keys.sum(-1).amax())
+    ratios = values.new_full((len(values), heads), torch.nan, dtype=torch.float64)
+    for some, _ in blocks_of_rows(values):
+        own = keys[some]
+        every = torch.arange(own[..., 0].numel(), device=values.device)
+        rows, real = real_rows(values[some], own, every, count)
+        rows = repeated(rows.unflatten(0, own.shape[:2]), heads)
+        rows = rows if root is None else rows @ root
+        squares = torch.linalg.eigvalsh(rows @ rows.mT)
+        rank = repeated(real.sum(-1).view(own.shape[:2]), heads)
+        found = condition(squares, rank)
+        doubtful = ~(found.square() < SAFE_BOUND) & (rank > 0)
+        if bool(doubtful.any()):  # a Gram matrix squares the condition number
+            squares[doubtful] = torch.linalg.svdvals(rows[doubtful]).square().flip(-1)[:, -count:]
+            found = condition(squares, rank)
+        ratios[some] = found
+    return ratios
 
 
 def condition(squares: Tensor, rank: Tensor) -> Tensor:

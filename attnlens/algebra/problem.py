@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from attnlens.algebra.closed_forms import Outputs
-from attnlens.algebra.factors import SharedFactor, ValueBasis, condition, shared_factor
+from attnlens.algebra.factors import (
+    SharedFactor,
+    ValueBasis,
+    condition,
+    condition_of_rows,
+    shared_factor,
+)
 from attnlens.algebra.rowchunks import RowChunk
 from attnlens.algebra.rowwise import RowFactor
 from attnlens.algebra.softmax import AttentionRows, RowSums
@@ -274,6 +280,8 @@ class Problem:
             rows=self.rows.part(examples, queries, keys),
             support=self.support.part(examples, queries, keys),
         )
+        if "independent" in self.__dict__:
+            part.independent = self.independent[examples]
         if "_summed" in self.__dict__:
             sums, context = self._summed
             picked = RowSums(*(one[examples] for one in sums))
@@ -292,7 +300,16 @@ class Problem:
     @cached_property
     def condition(self) -> Tensor:
         """Condition number of T over all real keys, `[B, H]` float64, ≥ 1."""
-        return condition(self.spectrum, repeated(self.over_all_keys.rank, self.heads))
+        short = self.independent
+        if not bool(short.any()) or "over_all_keys" in self.__dict__:
+            return condition(self.spectrum, repeated(self.over_all_keys.rank, self.heads))
+        some, others = short.nonzero()[:, 0], (~short).nonzero()[:, 0]
+        found = self.values.new_empty((len(short), self.heads), dtype=torch.float64)
+        values, keys = self.values[some], self.support.keys[some]
+        found[some] = condition_of_rows(values, keys, self.root, self.heads)
+        if len(others):
+            found[others] = self.part(others).condition
+        return found
 
     @cached_property
     def spectrum(self) -> Tensor:

@@ -21,7 +21,7 @@ from attnlens.observer import SumObserver, Sums
 from attnlens.results import LayeredResult
 from attnlens.saving import storable
 
-Fields = Literal["all", "null_space", "health"]
+Fields = Literal["all", "null_space", "spectrum", "health"]
 Sinks = Tensor | Callable[[Mapping[str, Any]], Tensor] | None
 """Keys that count as the sink, `[B, K]` bool, or what tells them from a model's arguments."""
 
@@ -158,10 +158,9 @@ class HeadStatistics(SumObserver):
 
     Args:
         layers: layer indices to look at; None looks at all.
-        fields: `"all"`, or `"null_space"` for what needs no pass over the attention logits:
-            tokens, rank, nullities, condition, `‖A⊥‖_F` and output norm. The rest is then NaN.
-            `"health"` adds those of :class:`HeadHealthResult` to all, by a second pass over the
-            logits.
+        fields: `"all"`; `"null_space"` for tokens, rank, nullities, `‖A⊥‖_F` and output norm; or
+            `"spectrum"` for these and the condition. The rest is then NaN. `"health"` adds those
+            of :class:`HeadHealthResult` to all, by a second pass over the logits.
         rtol: relative threshold for the numerical rank, in `[1e-7, 1)`; by default
             `max(n, D) · eps(float32)`, n the number of real keys.
         sinks: for `"health"`, the keys that count as the sink, `[B, K]` bool, or what tells them
@@ -197,7 +196,9 @@ class HeadStatistics(SumObserver):
     ) -> None:
         super().__init__(layers)
         if fields not in get_args(Fields):
-            raise InputError(f'fields must be "all", "null_space" or "health". Got {fields!r}.')
+            raise InputError(
+                f"fields must be one of {', '.join(get_args(Fields))}. Got {fields!r}."
+            )
         if sinks is not None and fields != "health":
             raise InputError(f'sinks are looked at with fields="health". Got fields={fields!r}.')
         self.fields = fields
@@ -220,8 +221,8 @@ class HeadStatistics(SumObserver):
             capture: the call.
         """
         posed = problem(capture, self.rtol)
-        space, sums = null_space(posed, self.fields != "null_space")
-        fields = example_fields(posed, space, sums)
+        space, sums = null_space(posed, self.fields in ("all", "health"))
+        fields = example_fields(posed, space, sums, spectrum=self.fields != "null_space")
         if self.fields == "health":
             sinks = self._sinks if callable(self.sinks) else self.sinks
             fields |= health_fields(posed, sinks)
@@ -242,13 +243,16 @@ class HeadStatistics(SumObserver):
         return kind(layers, value_space=value_spaces(self), **stacked)
 
 
-def example_fields(posed: Problem, space: NullSpace, sums: HeadSums | None) -> Sums:
+def example_fields(
+    posed: Problem, space: NullSpace, sums: HeadSums | None, *, spectrum: bool = True
+) -> Sums:
     """Name what is known of every example and head.
 
     Args:
         posed: the call.
         space: its null-space quantities.
         sums: its sums over rows, or None.
+        spectrum: whether singular values are wanted.
 
     Returns:
         `[B, H]` float64 by the name of the field in the result.
@@ -260,10 +264,11 @@ def example_fields(posed: Problem, space: NullSpace, sums: HeadSums | None) -> S
         "nullity_min": space.nullity_min,
         "nullity_max": space.nullity_max,
         "simplex_nullity": space.simplex_nullity,
-        "condition": posed.condition,
         "effective_norm": space.effective_square.clamp(min=0).sqrt(),
         "output_norm": space.output_square.clamp(min=0).sqrt(),
     }
+    if spectrum:
+        fields["condition"] = posed.condition
     if sums is None:
         return fields
     return fields | {

@@ -174,7 +174,7 @@ def independent(value: Tensor, keys: Tensor, threshold: Tensor) -> Tensor:
     for some, _ in blocks_of_rows(value):
         block, own = value[some], keys[some]
         every = torch.arange(own[..., 0].numel(), device=value.device)
-        rows, real = _gathered(block, own, every, count)
+        rows, real = real_rows(block, own, every, count)
         _, bound, info = _short_half(rows, real)
         full = (info == 0) & provably_full(bound, threshold[some].flatten())
         proven[some] = full.view(own.shape[:2])
@@ -308,7 +308,7 @@ def _whitened(
         factor, rank, bound = torch.zeros_like(gram), torch.zeros_like(size), threshold.clone()
         factor[long], rank[long], bound[long] = whiten(gram[long], threshold[long])
         count = int(size[short].max())
-        rows, real = _gathered(value, keys, short, count)
+        rows, real = real_rows(value, keys, short, count)
         rows = rows.masked_fill(~finite[short, None, None], 0.0)
         own = whiten_short(rows, real, threshold[short])
         factor[short] = torch.nn.functional.pad(own.factor, (0, width - count))
@@ -335,8 +335,18 @@ def _selected(value: Tensor, keys: Tensor, heads: Tensor, finite: Tensor) -> Ten
     return selected_rows(value.flatten(0, 1)[heads][None], keep[None], torch.float64)[0]
 
 
-def _gathered(value: Tensor, keys: Tensor, heads: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The real rows of some flattened heads, first ones first: `[N, n, E]` and `[N, n]` bool."""
+def real_rows(value: Tensor, keys: Tensor, heads: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Gather the real rows of some flattened heads in float64, padded with zeros.
+
+    Args:
+        value: `[B, H, K, E]`.
+        keys: `[B, H, K]` bool, the real keys.
+        heads: `[N]` int64, indices of flattened heads.
+        count: n, at least the number of real keys of each.
+
+    Returns:
+        `[N, n, E]` float64, and where they are real, `[N, n]` bool.
+    """
     keys = keys.flatten(0, 1)[heads]
     order = keys.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[:, :count]
     real = keys.gather(-1, order)

@@ -22,7 +22,8 @@ LENGTHS = torch.tensor([26, 15, 5])
 PADDED = torch.arange(26) < LENGTHS[:, None]
 PADDING = PADDED[:, None, None]
 PROJECTION = torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(9))
-NULL_SPACE = [*EXACT, "skipped", "condition", "effective_norm", "output_norm"]
+NULL_SPACE = [*EXACT, "skipped", "effective_norm", "output_norm"]
+SPECTRUM = [*NULL_SPACE, "condition"]
 
 
 def check(result: HeadStatisticsResult, row: int, expected: dict[str, Tensor], bar: float) -> None:
@@ -103,21 +104,50 @@ def test_closed_forms_equal_the_dense_computation(name: str, dtype: torch.dtype)
     check(statistics_of(capture), 0, expected, bar=1e-10 if dtype == torch.float64 else 1e-5)
 
 
+@pytest.mark.parametrize(("fields", "names"), [("null_space", NULL_SPACE), ("spectrum", SPECTRUM)])
 @pytest.mark.parametrize("name", ["padding", "window with padding", "grouped heads", "causal"])
-def test_null_space_fields_alone(name: str) -> None:
+def test_some_fields_alone(name: str, fields: str, names: list[str]) -> None:
     settings, _ = PROBLEMS[name]
     everything, some = (
-        statistics_of(synthetic_capture(projection=PROJECTION, **settings), fields=fields)
-        for fields in ("all", "null_space")
+        statistics_of(synthetic_capture(projection=PROJECTION, **settings), fields=wanted)
+        for wanted in ("all", fields)
     )
     for field, values in some.tensors().items():
         expected = everything.tensors()[field]
         if field == "effective_norm":  # rows of which nothing is null are summed apart
             torch.testing.assert_close(values, expected, rtol=1e-7, atol=0)
-        elif field in NULL_SPACE:
+        elif field in names:
             assert torch.equal(values, expected)
         else:
             assert values.isnan().all()
+
+
+@pytest.mark.parametrize("lengths", [[8, 5, 3], [8, 26, 3], [1, 8, 1], [0, 5, 8]])
+@pytest.mark.parametrize("squeezed", [1.0, 1e-3, 2e-5])
+def test_short_examples_have_the_fields_of_the_dense_computation(
+    lengths: list[int], squeezed: float
+) -> None:
+    """Up to D keys, well or badly conditioned, alone and among longer ones."""
+    keys = torch.arange(26) < torch.tensor(lengths)[:, None]
+    mask = keys[:, None, None]
+    capture = synthetic_capture(projection=PROJECTION, mask=mask)
+    value = capture.grouped_value
+    value[:, :, 1] = value[:, :, 0] + squeezed * value[:, :, 1]
+    value = value.masked_fill(~keys[:, None, :, None], 0.0).double()
+    weight = PROJECTION.double()
+    result = statistics_of(capture, fields="spectrum")
+    ratios, ranks = [], []
+    for example, length in enumerate(lengths):
+        if not length:
+            continue
+        sigma = torch.linalg.svdvals(value[example] @ weight)
+        rank = torch.linalg.matrix_rank(
+            value[example], rtol=max(length, 8) * torch.finfo(torch.float32).eps
+        )
+        ratios.append(sigma[:, 0] / sigma.gather(-1, rank[:, None] - 1)[:, 0])
+        ranks.append(rank.double())
+    assert torch.equal(result.rank[0], torch.stack(ranks).mean(0))
+    torch.testing.assert_close(result.condition[0], torch.stack(ratios).mean(0), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
