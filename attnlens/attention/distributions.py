@@ -10,9 +10,9 @@ from torch import Tensor
 
 from attnlens.algebra.minimal_distribution import CERTIFIED, solved_rows
 from attnlens.algebra.problem import Problem, problem
-from attnlens.attention.example_means import example_means, example_sums
+from attnlens.attention.example_means import MeanObserver, example_means, example_sums
 from attnlens.capture import Capture
-from attnlens.observer import SumObserver, Sums
+from attnlens.observer import Sums
 from attnlens.results import LayeredResult, LayerKey
 from attnlens.saving import storable
 
@@ -66,7 +66,7 @@ class MinimalDistributionResult(LayeredResult):
     }
 
 
-class MinimalDistribution(SumObserver):
+class MinimalDistribution(MeanObserver[MinimalDistributionResult]):
     """The simplest attention that does the same: statistics of every head, streamed over examples.
 
     Rows are solved exactly, block by block; that costs more than the forward pass, about a second
@@ -88,6 +88,8 @@ class MinimalDistribution(SumObserver):
         1
     """
 
+    result = MinimalDistributionResult
+
     def update(self, capture: Capture) -> None:
         """Add the examples of one attention call.
 
@@ -96,17 +98,13 @@ class MinimalDistribution(SumObserver):
         """
         self.add((capture.stack, capture.layer), _sums(problem(capture)))
 
-    def compute(self) -> MinimalDistributionResult:
-        """Average over everything seen.
-
-        Returns:
-            The result, on the CPU.
-
-        Raises:
-            AttnLensError: if nothing was seen.
-        """
-        layers, stacked = self.stacked(_averages)
-        return MinimalDistributionResult(layers, **stacked)
+    def fields(self, sums: Sums) -> Sums:
+        """Turn the sums of a layer into the fields of the result."""
+        return example_means(sums) | {
+            "unconverged": sums["unconverged"],
+            "largest_residual": sums["residual_max"],
+            "largest_gap": sums["gap_max"],
+        }
 
 
 def _sums(posed: Problem) -> Sums:
@@ -137,13 +135,4 @@ def _sums(posed: Problem) -> Sums:
         "unconverged": total["unconverged"].sum(0),
         "residual_max": total["residual"].amax(0),
         "gap_max": total["gap"].amax(0),
-    }
-
-
-def _averages(sums: Sums) -> Sums:
-    """Turn a layer's sums into the fields of the result, each `[H]`."""
-    return example_means(sums) | {
-        "unconverged": sums["unconverged"],
-        "largest_residual": sums["residual_max"],
-        "largest_gap": sums["gap_max"],
     }

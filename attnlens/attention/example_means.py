@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from attnlens.observer import Sums
+from attnlens.observer import SumObserver, Sums
+from attnlens.results import LayeredResult
+
+R = TypeVar("R", bound=LayeredResult)
 
 
 def example_sums(fields: Mapping[str, Tensor], real: Tensor, finite: Tensor) -> Sums:
@@ -38,3 +42,29 @@ def example_means(sums: Sums) -> Sums:
     means = {"examples": sums["examples"], "skipped": sums["skipped"]}
     counts = {name: f"{name}_count" for name in sums if f"{name}_count" in sums}
     return means | {name: sums[name] / sums[count] for name, count in counts.items()}
+
+
+class MeanObserver(SumObserver, Generic[R]):
+    """An observer whose result is means over examples, layer by layer.
+
+    Attributes:
+        result: class of the result; its fields are those of :func:`example_means`.
+    """
+
+    result: type[R]
+
+    def fields(self, sums: Sums) -> Sums:
+        """Turn the sums of a layer into the fields of the result."""
+        return example_means(sums)
+
+    def compute(self) -> R:
+        """Average over everything seen.
+
+        Returns:
+            The result, on the CPU.
+
+        Raises:
+            AttnLensError: if nothing was seen.
+        """
+        layers, stacked = self.stacked(self.fields)
+        return self.result(layers, **stacked)

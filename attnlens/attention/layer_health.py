@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor
 
 from attnlens.algebra.values import working_dtype
-from attnlens.attention.example_means import example_means, example_sums
+from attnlens.attention.example_means import MeanObserver, example_sums
 from attnlens.capture import LayerCapture
 from attnlens.errors import InputError
-from attnlens.observer import LayerObserver, SumObserver
+from attnlens.observer import LayerObserver
 from attnlens.results import LayeredResult, LayerKey
 from attnlens.saving import storable
 
@@ -58,7 +57,7 @@ class LayerHealthResult(LayeredResult):
     }
 
 
-class LayerHealth(LayerObserver, SumObserver):
+class LayerHealth(LayerObserver, MeanObserver[LayerHealthResult]):
     """Rank collapse and massive activations of what leaves every layer, streamed over examples.
 
     Args:
@@ -76,8 +75,7 @@ class LayerHealth(LayerObserver, SumObserver):
         1
     """
 
-    def __init__(self, layers: Iterable[int] | None = None) -> None:
-        super().__init__(layers)
+    result = LayerHealthResult
 
     def update_layer(self, layer: LayerCapture) -> None:
         """Take one layer call into account.
@@ -90,18 +88,6 @@ class LayerHealth(LayerObserver, SumObserver):
             finite = torch.where(mask[..., None], hidden, 0.0).isfinite().flatten(1).all(-1)
             sums = example_sums(layer_health(hidden, mask), mask.any(-1), finite)
             self.add((layer.stack, layer.layer), sums)
-
-    def compute(self) -> LayerHealthResult:
-        """Average over everything seen.
-
-        Returns:
-            The result, on the CPU.
-
-        Raises:
-            AttnLensError: if nothing was seen.
-        """
-        layers, stacked = self.stacked(example_means)
-        return LayerHealthResult(layers, **stacked)
 
 
 @torch.no_grad()

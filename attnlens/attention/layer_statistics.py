@@ -9,9 +9,8 @@ from torch import Tensor
 
 from attnlens.algebra.null_space import null_space
 from attnlens.algebra.problem import problem
-from attnlens.attention.example_means import example_means, example_sums
+from attnlens.attention.example_means import MeanObserver, example_sums
 from attnlens.capture import Capture
-from attnlens.observer import SumObserver
 from attnlens.results import LayeredResult, LayerKey
 from attnlens.saving import storable
 
@@ -49,7 +48,7 @@ class LayerStatisticsResult(LayeredResult):
     }
 
 
-class LayerStatistics(SumObserver):
+class LayerStatistics(MeanObserver[LayerStatisticsResult]):
     """Effective attention of all heads together, streamed over examples.
 
     Args:
@@ -66,6 +65,8 @@ class LayerStatistics(SumObserver):
         >>> len(observer.compute().layers)
         1
     """
+
+    result = LayerStatisticsResult
 
     def update(self, capture: Capture) -> None:
         """Add the examples of one attention call.
@@ -90,15 +91,3 @@ class LayerStatistics(SumObserver):
             "heads_fraction": by_heads,
         }
         self.add((capture.stack, capture.layer), example_sums(fields, rows > 0, finite))
-
-    def compute(self) -> LayerStatisticsResult:
-        """Average over everything seen.
-
-        Returns:
-            The result, on the CPU.
-
-        Raises:
-            AttnLensError: if nothing was seen.
-        """
-        layers, stacked = self.stacked(example_means)
-        return LayerStatisticsResult(layers, **stacked)

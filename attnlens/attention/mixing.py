@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from attnlens.algebra.norm_weights import own_attention
-from attnlens.attention.example_means import example_means, example_sums
+from attnlens.attention.example_means import MeanObserver, example_sums
 from attnlens.attention.norms import mixing_ratio
 from attnlens.capture import Capture, LayerCapture
 from attnlens.kernels.torch_gram import selected_rows
-from attnlens.observer import LayerObserver, SumObserver
+from attnlens.observer import LayerObserver
 from attnlens.results import LayeredResult, LayerKey
 from attnlens.saving import storable
 
@@ -44,7 +44,7 @@ class ResidualMixingResult(LayeredResult):
     }
 
 
-class ResidualMixing(LayerObserver, SumObserver):
+class ResidualMixing(LayerObserver, MeanObserver[ResidualMixingResult]):
     """What attention mixes in from other tokens, against what stays of a token.
 
     `stays_i = x_i + Σ_h p^h_ii T^h_i` and `mixed_i = Σ_h (O^h_i H_h − p^h_ii T^h_i)`, with x what
@@ -66,6 +66,8 @@ class ResidualMixing(LayerObserver, SumObserver):
         >>> len(observer.compute().layers)
         1
     """
+
+    result = ResidualMixingResult
 
     def __init__(self, layers: Iterable[int] | None = None) -> None:
         super().__init__(layers)
@@ -123,15 +125,3 @@ class ResidualMixing(LayerObserver, SumObserver):
         """Forget everything seen."""
         super().reset()
         self._attended = []
-
-    def compute(self) -> ResidualMixingResult:
-        """Average over everything seen.
-
-        Returns:
-            The result, on the CPU.
-
-        Raises:
-            AttnLensError: if nothing was seen.
-        """
-        layers, stacked = self.stacked(example_means)
-        return ResidualMixingResult(layers, **stacked)

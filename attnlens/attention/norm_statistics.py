@@ -8,10 +8,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from attnlens.algebra.problem import problem
-from attnlens.attention.example_means import example_means, example_sums
+from attnlens.attention.example_means import MeanObserver, example_sums
 from attnlens.attention.norms import norm_fields
 from attnlens.capture import Capture
-from attnlens.observer import SumObserver
 from attnlens.results import LayeredResult, LayerKey
 from attnlens.saving import storable
 
@@ -48,7 +47,7 @@ class NormStatisticsResult(LayeredResult):
     }
 
 
-class NormStatistics(SumObserver):
+class NormStatistics(MeanObserver[NormStatisticsResult]):
     """Lengths of what heads write, and how much of it cancels, streamed over examples.
 
     No `[B, H, Q, K]` tensor is created. The maps are
@@ -69,6 +68,8 @@ class NormStatistics(SumObserver):
         1
     """
 
+    result = NormStatisticsResult
+
     def update(self, capture: Capture) -> None:
         """Add the examples of one attention call.
 
@@ -80,15 +81,3 @@ class NormStatistics(SumObserver):
         finite = posed.finite & fields["norm_weighted"].isfinite()
         sums = example_sums(fields, posed.active.any(-1), finite)
         self.add((capture.stack, capture.layer), sums)
-
-    def compute(self) -> NormStatisticsResult:
-        """Average over everything seen.
-
-        Returns:
-            The result, on the CPU.
-
-        Raises:
-            AttnLensError: if nothing was seen.
-        """
-        layers, stacked = self.stacked(example_means)
-        return NormStatisticsResult(layers, **stacked)
