@@ -131,6 +131,7 @@ class LayerCapture:
         link: how `hidden` came about: `"first"` enters a chain of layers, `"next"` is what left
             the layer before, unchanged, and `"broken"` is neither.
         chosen: whether the lens was asked for this layer; others complete its chain.
+        precision: that the layer computes in, which autocast may lower; by default of `hidden`.
     """
 
     name: str
@@ -142,6 +143,7 @@ class LayerCapture:
     rerun: Callable[[Tensor], Tensor]
     link: Link = "first"
     chosen: bool = True
+    precision: torch.dtype | None = None
 
 
 @dataclass(frozen=True, eq=False)

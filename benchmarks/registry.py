@@ -141,8 +141,8 @@ def _settled_seconds(
     function: Callable[[], Any], settling: float, clock: Callable[[], float]
 ) -> float:
     taken: list[float] = []
-    begin = time.perf_counter()
-    while not taken or time.perf_counter() - begin < settling:
+    begin = clock()
+    while not taken or clock() - begin < settling:
         start = clock()
         function()
         if torch.cuda.is_available():

@@ -124,19 +124,11 @@ class Quantised(nn.Module):
         return hidden @ self.weight.to(hidden.dtype)
 
 
-class QuantisedLinear(Quantised):
-    """The same under a name that says it is linear."""
-
-
 NO_PROJECTION = {
     "a norm between": (TinyAttention(between=nn.LayerNorm(32)), "sits between"),
     "a gate between": (TinyAttention(between=nn.Sigmoid()), "sits between"),
     "no projection": (TinyAttention(output=nn.Identity()), "no linear module"),
     "not a linear module": (TinyAttention(output=Quantised()), "no linear module"),
-    "a weight of integers": (
-        TinyAttention(output=QuantisedLinear()),
-        r"output \(QuantisedLinear\)",
-    ),
 }
 
 

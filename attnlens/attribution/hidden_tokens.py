@@ -228,15 +228,16 @@ class HiddenTokenAttribution(ChainObserver, SumObserver):
     def _check_derivatives(self, chain: Sequence[LayerCapture]) -> None:
         """Refuse layers in which derivatives vanish without an error; each is looked at once."""
         for layer in chain:
-            if layer.name in self._differentiable:
+            if layer.name in self._differentiable or not layer.hidden.numel():
                 continue
+            precision = layer.precision or layer.hidden.dtype
             with _refusing(layer.stack):
-                errors = derivative_errors(layer.rerun, layer.hidden, chain[0].mask)
+                errors = derivative_errors(layer.rerun, layer.hidden, chain[0].mask, precision)
             finite = errors[errors.isfinite()]
             if not len(finite):
                 continue
             worst = float(finite.max())
-            if worst > _LARGEST_ERROR[layer.hidden.dtype]:
+            if worst > _LARGEST_ERROR[precision]:
                 raise UnsupportedAttentionError(
                     f"Tokens cannot be followed through {layer.name}: its derivative is "
                     f"{worst:.0%} off a finite difference. Something in it drops derivatives "

@@ -128,7 +128,7 @@ def layer_output(layer: Layer, hidden: Tensor) -> Tensor:
         return _apply(run, hidden.new_zeros(1))
 
 
-def derivative_errors(layer: Layer, hidden: Tensor, mask: Tensor) -> Tensor:
+def derivative_errors(layer: Layer, hidden: Tensor, mask: Tensor, precision: torch.dtype) -> Tensor:
     """Compare a layer's derivative in one direction with a finite difference.
 
     Operations that drop tangents, such as quantised ones or a detour through NumPy, raise no error:
@@ -138,6 +138,7 @@ def derivative_errors(layer: Layer, hidden: Tensor, mask: Tensor) -> Tensor:
         layer: the layer, as for :func:`push_forward`.
         hidden: the layer's input, `[B, K, M]`.
         mask: True for real tokens, `[B, K]`; the others are left alone.
+        precision: that the layer computes in; sets the step of the difference.
 
     Returns:
         Distance of both relative to the length of the finite difference, `[B]`: that of the median
@@ -150,7 +151,7 @@ def derivative_errors(layer: Layer, hidden: Tensor, mask: Tensor) -> Tensor:
     size = hidden.float().square().mean(-1, keepdim=True).sqrt() * real  # of each token
     direction = torch.randn(hidden.shape, generator=generator).to(hidden) * size.to(hidden.dtype)
     pushed = push_forward(layer, hidden, direction[None])[0]
-    step = torch.finfo(hidden.dtype).eps ** (1 / 3)
+    step = torch.finfo(precision).eps ** (1 / 3)
     with _differentiable():
         above, below = (layer(hidden + sign * step * direction) for sign in (1, -1))
     difference = (above.double() - below.double()) / (2 * step)

@@ -70,7 +70,8 @@ def saliency_sums(gradients: TokenGradients, mask: Tensor, members: Tensor, posi
     counted = min(mask.shape[1], positions)
     room = (0, positions - counted)
     # The first real token has position 0, on whichever side an example is padded.
-    column = mask.int().argmax(1, keepdim=True) + torch.arange(counted, device=mask.device)
+    first = (mask.cumsum(1) == 0).sum(1, keepdim=True)
+    column = first + torch.arange(counted, device=mask.device)
     inside = column < mask.shape[1]
     column = column.clamp(max=mask.shape[1] - 1)
     placed = quantities.gather(2, column.expand(3, -1, -1)).where(inside, 0.0)

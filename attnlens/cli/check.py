@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LEGEND = (
     "B·H·Q·K·D: examples, heads, queries, keys, and dimensions of a head. A·V − O: largest error "
-    "of attention times values as the context, relative. Σ AVH + b: the same of all heads behind "
+    "of attention times values as the context, relative. ΣAVH+b: the same of all heads behind "
     "W_O as what it returned; – where that was not compared."
 )
 _WIDE = 130  # columns in which the names of modules stand in the table
@@ -55,7 +55,7 @@ def _tables(sites: Sequence[SiteVerdict], width: int) -> Iterator[RenderableType
     """A row for each call; where names of modules do not fit, they are in a table of their own."""
     from attnlens.reporting.tables import text_table
 
-    columns = ["", "kind", "seen by", "B·H·Q·K·D", "mask", "A·V − O", "Σ AVH + b", "rank W_O"]
+    columns = ["", "kind", "seen by", "B·H·Q·K·D", "mask", "A·V − O", "ΣAVH+b", "rank"]
     names = ["site", "W_O", "heads masked"]
     cells = [[str(number), *_cells(site)] for number, site in enumerate(sites)]
     modules = [[s.site, s.projection or s.projection_reason, s.masking] for s in sites]

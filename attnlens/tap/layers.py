@@ -206,8 +206,11 @@ class LayerTap:
             self._masks[stack] = self._real_tokens(layer, hidden)
         mask = self._masks[stack]
         chosen = self._selection.accepts_layer(layer, index)
+        _, lowered, autocast = running.call.autocast
+        precision = lowered if autocast else hidden.dtype
+        link = running.link
         capture = LayerCapture(
-            layer.name, stack, index, hidden, output, mask, rerun, running.link, chosen
+            layer.name, stack, index, hidden, output, mask, rerun, link, chosen, precision
         )
         for observer in self._observers:
             observer.update_layer(capture)

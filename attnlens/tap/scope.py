@@ -180,7 +180,7 @@ class TraceScope:
     def _enter(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._signature is not None and (self._replays or not replaying()):
+        if self._replays if replaying() else self._signature is not None:
             self._push(name, module, args, kwargs)
 
     def _push(self, name: str, module: nn.Module, args: Any = (), kwargs: Any = None) -> None:

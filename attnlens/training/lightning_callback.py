@@ -25,6 +25,11 @@ class LightningCallback(Following, Callback):
     looked at since the last time. Those of a validation are in `callback_metrics` as
     `val_attnlens/…`, where `ModelCheckpoint` and `EarlyStopping` find them. The state is in
     Lightning's own checkpoints. Needs `pip install "attnlens[lightning]"`.
+
+    Examples:
+        >>> callback = LightningCallback([HeadStatistics()], every_n_steps=50)
+        >>> [type(observer).__name__ for observer in callback.observers]
+        ['HeadStatistics']
     """
 
     _looks: ExitStack | None = None

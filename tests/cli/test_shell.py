@@ -271,7 +271,7 @@ def test_names_of_any_kind_are_said_and_shown(place: Path, tmp_path: Path) -> No
         assert finished.code == 0, finished.stderr
         assert os.fsdecode(name).encode(errors="backslashreplace").decode() in finished.stderr
         assert folder.name in finished.stdout.replace("\n", "")
-        assert page.stat().st_size > 10**6
+        assert b"</html>" in page.read_bytes()[-100:]
 
 
 def test_help_and_typos_need_no_torch() -> None:
