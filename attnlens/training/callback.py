@@ -35,7 +35,7 @@ class LensCallback(Following, TrainerCallback):
     steps looked at since the last log. Those of an evaluation are among its metrics, where
     `metric_for_best_model="eval_attnlens/…"` and sweeps find them. At the end W&B and MLflow get
     the observers' results as tables and grids, TensorBoard as grids. Trainers that derive from
-    the Trainer, such as those of sentence-transformers and TRL, take it alike.
+    the Trainer take it alike.
 
     Examples:
         >>> callback = LensCallback([HeadStatistics(), HeadImportance()], every_n_steps=50)
