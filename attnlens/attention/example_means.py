@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class MeanObserver(SumObserver, Generic[R]):
         result: class of the result; its fields are those of :func:`example_means`.
     """
 
-    result: type[R]
+    result: type[Any]
 
     def fields(self, sums: Sums) -> Sums:
         """Turn the sums of a layer into the fields of the result."""
@@ -67,4 +67,5 @@ class MeanObserver(SumObserver, Generic[R]):
             AttnLensError: if nothing was seen.
         """
         layers, stacked = self.stacked(self.fields)
-        return self.result(layers, **stacked)
+        averaged: R = self.result(layers, **stacked)
+        return averaged
